@@ -1,0 +1,1 @@
+"""Fewstep: distil a diffusion or flow-matching teacher into a one- to eight-step student."""

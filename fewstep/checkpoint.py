@@ -1,0 +1,295 @@
+"""All run state, once, atomically.
+
+A checkpoint is a directory `checkpoints/cycle_000100` that appears whole or not at all: it is
+written under a temporary name, flushed to disk, and renamed. Its manifest, written last, lists
+every file with size and SHA-256; a directory without a complete manifest does not exist for
+resume. Tensors are safetensors, the rest is JSON: nothing is unpickled.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import hashlib
+import json
+import os
+import re
+import shutil
+from collections.abc import Callable, Iterator, Mapping
+from pathlib import Path
+from typing import Annotated, Any, final
+
+from pydantic import Field
+from safetensors.torch import load_file, save_file
+from torch import Tensor
+
+from fewstep.errors import UserError
+from fewstep.settings import Settings
+
+MANIFEST = "manifest.json"
+_NAME = re.compile(r"cycle_(\d{6,})")
+
+
+@final
+class CheckpointSettings(Settings):
+    """When run state is saved, and how much of it is kept."""
+
+    every: Annotated[int, Field(gt=0)] = Field(
+        100, description="cycles between checkpoints; the last cycle is always saved"
+    )
+    keep: Annotated[int, Field(ge=1)] = Field(
+        2, description="newest checkpoints that are kept, besides the best one"
+    )
+
+
+def checkpoints_directory(run_directory: Path) -> Path:
+    """Where a run keeps its checkpoints."""
+    return run_directory / "checkpoints"
+
+
+def checkpoint_cycle(checkpoint: Path) -> int:
+    """The cycle after which it was saved."""
+    match = _NAME.fullmatch(checkpoint.name)
+    if match is None:
+        raise UserError(f"{checkpoint} is not named like a checkpoint (cycle_000100)")
+    return int(match.group(1))
+
+
+def read_manifest(checkpoint: Path) -> dict[str, dict[str, Any]] | None:
+    """File -> size and SHA-256, or None where the checkpoint is not complete."""
+    try:
+        files: dict[str, dict[str, Any]] = json.loads((checkpoint / MANIFEST).read_text())["files"]
+        complete = all((checkpoint / f).stat().st_size == e["size"] for f, e in files.items())
+    except (OSError, ValueError, KeyError, TypeError):
+        return None
+    return files if complete else None
+
+
+def complete_checkpoints(run_directory: Path) -> list[Path]:
+    """All complete checkpoints of a run, oldest first."""
+    found = [
+        path
+        for path in checkpoints_directory(run_directory).glob("cycle_*")
+        if _NAME.fullmatch(path.name) and read_manifest(path) is not None
+    ]
+    return sorted(found, key=checkpoint_cycle)
+
+
+def latest_checkpoint(run_directory: Path) -> Path:
+    """The newest complete checkpoint.
+
+    Raises:
+        UserError: where there is none.
+    """
+    found = complete_checkpoints(run_directory)
+    if not found:
+        raise UserError(f"{run_directory} holds no complete checkpoint")
+    return found[-1]
+
+
+def read_best(run_directory: Path) -> dict[str, Any] | None:
+    """The best validation so far: {"cycle", "metric", "value"}, or None."""
+    file = checkpoints_directory(run_directory) / "best.json"
+    try:
+        best: dict[str, Any] = json.loads(file.read_text())
+    except FileNotFoundError:
+        return None
+    except (OSError, ValueError) as error:
+        raise UserError(f"{file} cannot be read: {error}") from error
+    return best
+
+
+def write_best(run_directory: Path, best: Mapping[str, Any]) -> None:
+    """Name the best checkpoint, after it was published."""
+    file = checkpoints_directory(run_directory) / "best.json"
+    with saving(file):
+        write_file(file.with_suffix(".tmp"), json.dumps(best).encode())
+        os.replace(file.with_suffix(".tmp"), file)
+
+
+def best_checkpoint(run_directory: Path) -> Path:
+    """The checkpoint of the best validation.
+
+    Raises:
+        UserError: where the run was never validated or the checkpoint is gone.
+    """
+    best = read_best(run_directory)
+    if best is None:
+        raise UserError(
+            f"{run_directory} has no best checkpoint: no validation was run; use 'latest'"
+        )
+    path = checkpoint_path(run_directory, best["cycle"])
+    if read_manifest(path) is None:
+        raise UserError(f"the best checkpoint {path} is missing or incomplete")
+    return path
+
+
+def checkpoint_path(run_directory: Path, cycle: int) -> Path:
+    """Where the checkpoint after `cycle` belongs."""
+    return checkpoints_directory(run_directory) / f"cycle_{cycle:06d}"
+
+
+def save_checkpoint(
+    run_directory: Path,
+    cycle: int,
+    state: Mapping[str, Any],
+    documents: Mapping[str, str],
+) -> Path:
+    """Write all run state and publish it under its name.
+
+    Args:
+        run_directory: of the run.
+        cycle: the last one completed.
+        state: "networks" and "optimizers" hold tensors by name and key; every other entry is
+            plain data for JSON.
+        documents: further text files, e.g. the recipe.
+
+    Returns:
+        The checkpoint.
+
+    Raises:
+        UserError: where it cannot be written; nothing is published or left behind then.
+    """
+    target = checkpoint_path(run_directory, cycle)
+    temporary = target.parent / f".{target.name}.tmp"
+    with saving(target, lambda: shutil.rmtree(temporary, ignore_errors=True)):
+        remove_leftovers(run_directory)
+        temporary.mkdir(parents=True)
+        for section in ("networks", "optimizers"):
+            (temporary / section).mkdir()
+            for name, tensors in state[section].items():
+                write_tensors(temporary / section / f"{name}.safetensors", tensors)
+        plain = {k: v for k, v in state.items() if k not in ("networks", "optimizers")}
+        texts = {**documents, "state.json": json.dumps({**plain, "cycle": cycle}, indent=1)}
+        for name, text in texts.items():
+            write_file(temporary / name, text.encode())
+        manifest = json.dumps({"files": describe_files(temporary)}, indent=1)
+        write_file(temporary / MANIFEST, manifest.encode())
+        for directory in (temporary / "networks", temporary / "optimizers", temporary):
+            sync_directory(directory)
+        if target.exists():
+            shutil.rmtree(target)
+        os.rename(temporary, target)
+        sync_directory(target.parent)
+    return target
+
+
+def load_checkpoint(checkpoint: Path) -> dict[str, Any]:
+    """The state that `save_checkpoint` was given, every byte checked against the manifest.
+
+    Raises:
+        UserError: naming the file that is missing, extra or damaged.
+    """
+    if not checkpoint.is_dir():
+        raise UserError(f"the checkpoint {checkpoint} does not exist")
+    verify_checkpoint(checkpoint)
+    state: dict[str, Any] = json.loads((checkpoint / "state.json").read_text())
+    for section in ("networks", "optimizers"):
+        files = sorted((checkpoint / section).glob("*.safetensors"))
+        state[section] = {file.stem: load_file(file) for file in files}
+    return state
+
+
+def verify_checkpoint(checkpoint: Path) -> None:
+    """Compare every file with the manifest; raises UserError naming what is wrong."""
+    try:
+        files = json.loads((checkpoint / MANIFEST).read_text())["files"]
+    except (OSError, ValueError, KeyError) as error:
+        raise UserError(f"{checkpoint} has no readable {MANIFEST}: it is incomplete") from error
+    present = {str(f.relative_to(checkpoint)) for f in checkpoint.rglob("*") if f.is_file()} - {
+        MANIFEST
+    }
+    if missing := sorted(set(files) - present):
+        raise UserError(f"{checkpoint} lacks {', '.join(missing)}")
+    if extra := sorted(present - set(files)):
+        raise UserError(f"{checkpoint} has files that its manifest does not list: {extra}")
+    for name, entry in files.items():
+        file = checkpoint / name
+        if file.stat().st_size != entry["size"]:
+            raise UserError(f"{file} has {file.stat().st_size} bytes instead of {entry['size']}")
+        if digest(file) != entry["sha256"]:
+            raise UserError(
+                f"{file} is damaged: its SHA-256 differs from the manifest's. Remove "
+                f"{checkpoint} to go on from the checkpoint before it"
+            )
+
+
+def prune_checkpoints(run_directory: Path, keep: int) -> None:
+    """Remove all but the newest `keep` complete checkpoints and the best one."""
+    best = read_best(run_directory)
+    for path in complete_checkpoints(run_directory)[:-keep]:
+        if best is None or best["cycle"] != checkpoint_cycle(path):
+            # Without its manifest it no longer counts, so a kill half-way does no harm.
+            (path / MANIFEST).unlink()
+            shutil.rmtree(path)
+
+
+def remove_leftovers(run_directory: Path) -> None:
+    """Remove what a killed process left: temporary directories and incomplete checkpoints."""
+    directory = checkpoints_directory(run_directory)
+    for path in [*directory.glob(".cycle_*.tmp"), *directory.glob("cycle_*")]:
+        if not (path / MANIFEST).exists() or path.name.endswith(".tmp"):
+            shutil.rmtree(path)
+
+
+def write_tensors(file: Path, tensors: Mapping[str, Tensor]) -> None:
+    """Write a safetensors file and flush it; tensors that share memory are written apart."""
+    seen: set[int] = set()
+    whole = {}
+    for key, value in tensors.items():
+        value = value.detach().cpu().contiguous()
+        whole[key] = value.clone() if value.data_ptr() in seen else value
+        seen.add(value.data_ptr())
+    save_file(whole, file)
+    with open(file, "rb") as stream:
+        os.fsync(stream.fileno())
+
+
+def write_file(file: Path, content: bytes) -> None:
+    """Write a file and flush it to the disk."""
+    with open(file, "wb") as stream:
+        stream.write(content)
+        stream.flush()
+        os.fsync(stream.fileno())
+
+
+def sync_directory(directory: Path) -> None:
+    """Flush a directory's entries to the disk."""
+    descriptor = os.open(directory, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
+
+
+def describe_files(directory: Path) -> dict[str, dict[str, Any]]:
+    """Every file below a directory with its size and SHA-256."""
+    return {
+        str(file.relative_to(directory)): {"size": file.stat().st_size, "sha256": digest(file)}
+        for file in sorted(directory.rglob("*"))
+        if file.is_file()
+    }
+
+
+def digest(file: Path) -> str:
+    """SHA-256 of a file's content, hexadecimal."""
+    with open(file, "rb") as stream:
+        return hashlib.file_digest(stream, "sha256").hexdigest()
+
+
+@contextlib.contextmanager
+def saving(what: Path, clean_up: Callable[[], None] = lambda: None) -> Iterator[None]:
+    """Turn failures to write into a UserError that says so, after cleaning up."""
+    try:
+        yield
+    except Exception as error:
+        clean_up()
+        number = getattr(error, "errno", None)
+        full = number in (errno.ENOSPC, errno.EDQUOT) or "No space left" in str(error)
+        if not full and not isinstance(error, OSError):
+            raise
+        reason = "no space is left on the device" if full else str(error)
+        raise UserError(
+            f"{what} could not be written: {reason}. Nothing was published; what was saved "
+            f"before is untouched"
+        ) from error

@@ -1,0 +1,270 @@
+"""The recipe: one YAML file that says everything about a run, checked before anything is loaded."""
+
+from __future__ import annotations
+
+import difflib
+import json
+from collections.abc import Iterable, Mapping, Sequence
+from pathlib import Path
+from typing import Annotated, Any, Literal, final, get_args, get_origin
+
+import omegaconf
+import yaml
+from omegaconf import OmegaConf
+from pydantic import Field, ValidationError, model_validator
+
+from fewstep.data.dataset import DataSettings
+from fewstep.errors import UserError
+from fewstep.methods import METHODS, MethodSettings
+from fewstep.models import FAMILIES, ModelSettings
+from fewstep.roles.ema import EMASettings
+from fewstep.roles.optimizer import OptimizerSettings
+from fewstep.roles.storage import LoraSettings, StorageKind
+from fewstep.settings import Settings
+from fewstep.training.cycle import CycleSettings
+from fewstep.training.metrics import LoggingSettings
+from fewstep.training.worker import TrainSettings
+
+from fewstep.checkpoint import CheckpointSettings  # isort: skip
+from fewstep.validation import ValidationSettings  # isort: skip
+
+MAY_CHANGE = (
+    "run_dir",
+    "train.cycles",
+    "train.micro_batch_size",
+    "train.max_skipped_in_a_row",
+    "checkpoint",
+    "logging",
+    "validation",
+    "runtime.device",
+    "runtime.threads",
+)
+
+
+@final
+class OptimizersSettings(Settings):
+    """One optimizer for each trained role."""
+
+    student: OptimizerSettings
+    fake_score: OptimizerSettings | None = Field(
+        None, description="needed by the distribution-matching methods"
+    )
+
+    def by_role(self) -> dict[str, OptimizerSettings]:
+        """Role -> settings, of those that are given."""
+        given = {name: getattr(self, name) for name in type(self).model_fields}
+        return {name: value for name, value in given.items() if value is not None}
+
+
+@final
+class RuntimeSettings(Settings):
+    """Where and how precisely to compute."""
+
+    device: str = Field("cpu", description="a torch device: cpu, cuda, cuda:1, mps")
+    dtype: Literal["float32", "float64"] = "float32"
+    threads: Annotated[int, Field(gt=0)] | None = Field(
+        None, description="CPU threads; null: torch's own choice"
+    )
+
+
+@final
+class Recipe(Settings):
+    """A whole run."""
+
+    seed: Annotated[int, Field(ge=0)] = 0
+    run_dir: str = Field("runs/unnamed", description="where the run is written")
+    model: ModelSettings
+    data: DataSettings = DataSettings()
+    method: MethodSettings
+    storage: StorageKind = Field(
+        "independent",
+        description="independent: a network for every role; shared_base: LoRA adapters on one "
+        "frozen base",
+    )
+    lora: LoraSettings | None = Field(None, description="for storage: shared_base")
+    optimizers: OptimizersSettings
+    ema: EMASettings | None = Field(None, description="null: no student_ema")
+    cycle: CycleSettings = CycleSettings()
+    train: TrainSettings
+    validation: ValidationSettings | None = Field(None, description="null: no validation")
+    checkpoint: CheckpointSettings = CheckpointSettings()
+    logging: LoggingSettings = LoggingSettings()
+    runtime: RuntimeSettings = RuntimeSettings()
+
+    @model_validator(mode="after")
+    def _check(self) -> Recipe:
+        method = self.method.build()
+        optimizers = set(self.optimizers.by_role())
+        if optimizers != set(method.trained_roles):
+            raise ValueError(
+                f"optimizers: method {method.name!r} trains {', '.join(method.trained_roles)}, "
+                f"but optimizers are given for {', '.join(sorted(optimizers))}"
+            )
+        if (self.storage == "shared_base") != (self.lora is not None):
+            raise ValueError(
+                f"lora: needed with storage 'shared_base', and only there; storage is "
+                f"{self.storage!r}"
+            )
+        if method.fake_updates_per_student == 0 and self.cycle != CycleSettings():
+            raise ValueError(f"cycle: method {method.name!r} has no fake_score phases to arrange")
+        if method.needs_data and self.data.name == "none":
+            raise ValueError(f"data.name: method {method.name!r} trains on data; 'none' is given")
+        if self.cycle.warmup_cycles >= self.train.cycles:
+            raise ValueError(
+                f"cycle.warmup_cycles ({self.cycle.warmup_cycles}) must be below train.cycles "
+                f"({self.train.cycles}): the student would never be trained"
+            )
+        return self
+
+    @property
+    def roles(self) -> tuple[str, ...]:
+        """All roles of the run."""
+        return self.method.build().roles + (("student_ema",) if self.ema is not None else ())
+
+
+def load_recipe(file: Path | str, overrides: Sequence[str] = ()) -> Recipe:
+    """Read a recipe and apply `key=value` overrides.
+
+    Raises:
+        UserError: naming file, key and value, and what would be right.
+    """
+    file = Path(file)
+    if not file.is_file():
+        near = sorted(str(f) for f in file.parent.glob("*.yaml")) if file.parent.is_dir() else []
+        hint = f"; there are: {', '.join(near)}" if near else ""
+        raise UserError(f"the recipe {file} does not exist{hint}")
+    try:
+        loaded = OmegaConf.load(file)
+        merged = OmegaConf.merge(loaded, parse_overrides(overrides))
+        values = OmegaConf.to_container(merged, resolve=True)
+    except yaml.YAMLError as error:
+        raise UserError(f"{file} is not valid YAML: {error}") from error
+    except (omegaconf.errors.OmegaConfBaseException, OSError, UnicodeDecodeError) as error:
+        raise UserError(f"{file}: {error}") from error
+    return parse_recipe(values, str(file))
+
+
+def parse_overrides(overrides: Iterable[str]) -> omegaconf.DictConfig:
+    """Dotted `key=value` pairs, the values as YAML; raises UserError for anything else."""
+    for override in overrides:
+        key, equals, _ = override.partition("=")
+        if not equals or not key or key.startswith("-"):
+            raise UserError(
+                f"{override!r} is not an override: write key=value, as in train.cycles=100"
+            )
+    try:
+        return OmegaConf.from_dotlist(list(overrides))
+    except (yaml.YAMLError, omegaconf.errors.OmegaConfBaseException, ValueError) as error:
+        raise UserError(f"the overrides {list(overrides)} cannot be read: {error}") from error
+
+
+def parse_recipe(values: Any, source: str = "recipe") -> Recipe:
+    """Check plain data against the recipe's models; `source` is named in errors.
+
+    Raises:
+        UserError: with one line for each thing that is wrong.
+    """
+    if not isinstance(values, Mapping):
+        raise UserError(f"{source}: a recipe is a mapping of sections, not {values!r}")
+    try:
+        return Recipe.model_validate_json(json.dumps(values))
+    except ValidationError as error:
+        lines = [describe_problem(dict(problem)) for problem in error.errors()]
+        raise UserError(f"{source}:\n" + "\n".join(f"  {line}" for line in lines)) from error
+    except (TypeError, ValueError) as error:
+        raise UserError(f"{source}: {error}") from error
+
+
+def dump_recipe(recipe: Recipe) -> str:
+    """The resolved recipe as YAML that `load_recipe` reads."""
+    return yaml.safe_dump(recipe.model_dump(mode="json"), sort_keys=False)
+
+
+def describe_problem(problem: dict[str, Any]) -> str:
+    """One validation problem in words: key, value, and what would be right."""
+    location = [str(part) for part in problem["loc"] if str(part) not in TAGS]
+    key = ".".join(location) or "recipe"
+    if problem["type"] == "extra_forbidden":
+        return f"{key}: there is no such key{suggest(location)}"
+    if problem["type"] == "missing":
+        return f"{key}: is missing"
+    if problem["type"] in ("union_tag_invalid", "union_tag_not_found"):
+        field = "name" if location[:1] == ["method"] else "family"
+        known = METHODS if field == "name" else FAMILIES
+        given = (problem.get("input") or {}).get(field)
+        return f"{key}.{field}: {given!r} is not one of {', '.join(known)}"
+    message = problem["msg"].removeprefix("Value error, ").removeprefix("Input should be ")
+    if problem["type"] == "value_error":
+        return message if key == "recipe" else f"{key}: {message}"
+    return f"{key}: {problem.get('input')!r} is given; it should be {message}"
+
+
+TAGS = {*METHODS, *FAMILIES}
+
+
+def suggest(location: Sequence[str]) -> str:
+    """Which key may have been meant: a sibling, or one of that name elsewhere."""
+    keys = all_keys(Recipe)
+    parent = ".".join(location[:-1])
+    siblings = [k for k in keys if k.rpartition(".")[0] == parent]
+    names = {k.rpartition(".")[2]: k for k in siblings}
+    if close := difflib.get_close_matches(location[-1], names, n=1):
+        return f"; did you mean {names[close[0]]}?"
+    elsewhere = {k.rpartition(".")[2]: k for k in reversed(keys)}
+    if close := difflib.get_close_matches(location[-1], elsewhere, n=1, cutoff=0.8):
+        return f"; did you mean {elsewhere[close[0]]}?"
+    return f"; known here: {', '.join(sorted(names))}" if names else ""
+
+
+def all_keys(settings: type[Settings], prefix: str = "") -> list[str]:
+    """Every dotted key below a settings model, all families and methods included."""
+    keys = []
+    for name, field in settings.model_fields.items():
+        keys.append(prefix + name)
+        for section in settings_in(field.annotation):
+            keys += all_keys(section, f"{prefix}{name}.")
+    return list(dict.fromkeys(keys))
+
+
+def settings_in(annotation: Any) -> list[type[Settings]]:
+    """The settings models that an annotation mentions."""
+    if isinstance(annotation, type) and issubclass(annotation, Settings):
+        return [annotation]
+    if get_origin(annotation) in (Literal, None):
+        return []
+    return [found for part in get_args(annotation) for found in settings_in(part)]
+
+
+def fingerprint(recipe: Recipe) -> dict[str, Any]:
+    """What must not change between a run and its resume: flat, key -> value."""
+
+    def flatten(values: Any, prefix: str) -> dict[str, Any]:
+        if not isinstance(values, dict):
+            return {prefix: values}
+        found: dict[str, Any] = {}
+        for key, value in values.items():
+            found |= flatten(value, f"{prefix}.{key}" if prefix else key)
+        return found
+
+    flat = flatten(recipe.model_dump(mode="json"), "")
+    return {
+        key: value
+        for key, value in flat.items()
+        if not any(key == k or key.startswith(f"{k}.") for k in MAY_CHANGE)
+    }
+
+
+def check_fingerprint(saved: Mapping[str, Any], recipe: Recipe, where: Path) -> None:
+    """Raise UserError listing every key whose value differs from that of the saved run."""
+    current = fingerprint(recipe)
+    changed = [
+        f"  {key}: was {saved.get(key, '(absent)')!r}, is {current.get(key, '(absent)')!r}"
+        for key in sorted({*saved, *current})
+        if saved.get(key, ...) != current.get(key, ...)
+    ]
+    if changed:
+        raise UserError(
+            f"{where} was trained with another recipe; a resumed run must not change:\n"
+            + "\n".join(changed)
+            + "\nTake the old values, or start a new run directory"
+        )

@@ -1,0 +1,1 @@
+"""Prompts, images and digits, and the order in which a run reads them."""

@@ -1,0 +1,101 @@
+"""Batches in a keyed order: a pure function of the run's seed and the phase they are for."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Mapping
+from dataclasses import dataclass
+from functools import lru_cache
+from typing import final
+
+import torch
+from torch import Tensor
+
+from fewstep.data.dataset import Dataset
+from fewstep.diffusion.draw import Draw, permutation
+
+
+@final
+@dataclass(frozen=True)
+class Batch:
+    """The samples of one phase, or a micro-batch of them.
+
+    Attributes:
+        sample_ids: int64 [B], unique within the phase: the key of each sample's random numbers.
+        condition: what the network is conditioned on, each entry [B, ...].
+        x0: clean data [B, ...], where the method trains on data.
+    """
+
+    sample_ids: Tensor
+    condition: Mapping[str, Tensor]
+    x0: Tensor | None = None
+
+    def __len__(self) -> int:
+        return len(self.sample_ids)
+
+    def rows(self, start: int, stop: int) -> Batch:
+        """The samples from `start` up to `stop`, as views."""
+        return Batch(
+            self.sample_ids[start:stop],
+            {key: value[start:stop] for key, value in self.condition.items()},
+            self.x0[start:stop] if self.x0 is not None else None,
+        )
+
+
+class BatchSource(ABC):
+    """Where phases get their samples from."""
+
+    @abstractmethod
+    def batch(self, draw: Draw, size: int) -> Batch:
+        """The samples of a phase.
+
+        Args:
+            draw: of the phase; its cycle (1, 2, ...) is the position in the data.
+            size: number of samples.
+        """
+
+
+@final
+@dataclass(frozen=True)
+class DataBatches(BatchSource):
+    """Clean data with labels, every item once an epoch, in an order keyed by seed and epoch.
+
+    Each cycle takes the next `size` items, across the end of an epoch if need be.
+    """
+
+    dataset: Dataset
+    device: torch.device
+    dtype: torch.dtype = torch.float32
+
+    def batch(self, draw: Draw, size: int) -> Batch:
+        """See `BatchSource.batch`."""
+        length = len(self.dataset)
+        first = (draw.cycle - 1) * size
+        positions = range(first, first + size)
+        orders = {p // length: _order(draw.seed, p // length, length) for p in positions}
+        items = torch.tensor([int(orders[p // length][p % length]) for p in positions])
+        labels = self.dataset.labels
+        condition = {} if labels is None else {"class_labels": labels[items].to(self.device)}
+        x0 = self.dataset.samples[items].to(self.device, self.dtype)
+        return Batch(torch.arange(size, device=self.device), condition, x0)
+
+
+@lru_cache(maxsize=4)
+def _order(seed: int, epoch: int, length: int) -> Tensor:
+    return permutation(seed, epoch, length)
+
+
+@final
+@dataclass(frozen=True)
+class ConditionBatches(BatchSource):
+    """Conditions alone, for methods that need no data: labels uniform over the classes."""
+
+    classes: int | None
+    device: torch.device
+
+    def batch(self, draw: Draw, size: int) -> Batch:
+        """See `BatchSource.batch`."""
+        ids = torch.arange(size, device=self.device)
+        if self.classes is None:
+            return Batch(ids, {})
+        return Batch(ids, {"class_labels": draw.integers("labels", ids, self.classes)})

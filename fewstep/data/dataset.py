@@ -1,0 +1,53 @@
+"""Data sets that fit in memory: samples with optional class labels."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal, final
+
+import torch
+from pydantic import Field
+from torch import Tensor
+
+from fewstep.data.digits import load_digits
+from fewstep.settings import Settings
+
+
+@final
+@dataclass(frozen=True)
+class Dataset:
+    """Samples in memory.
+
+    Attributes:
+        samples: float32 [N, ...]; images in [-1, 1].
+        labels: int64 [N], or None.
+    """
+
+    samples: Tensor
+    labels: Tensor | None = None
+
+    def __post_init__(self) -> None:
+        if len(self.samples) == 0:
+            raise ValueError("the data set is empty")
+        if self.labels is not None and len(self.labels) != len(self.samples):
+            raise ValueError(f"{len(self.samples)} samples, but {len(self.labels)} labels")
+        if not torch.isfinite(self.samples).all():
+            raise ValueError("the data set has entries that are not finite")
+
+    def __len__(self) -> int:
+        return len(self.samples)
+
+
+@final
+class DataSettings(Settings):
+    """Which real data a run trains on or is compared with."""
+
+    name: Literal["digits", "custom", "none"] = Field(
+        "none",
+        description="digits: scikit-learn's handwritten digits; custom: passed from Python; "
+        "none: no data",
+    )
+
+    def load(self) -> Dataset | None:
+        """The data set, or None for "none" and "custom"."""
+        return Dataset(*load_digits()) if self.name == "digits" else None

@@ -1,0 +1,1 @@
+"""The mathematics of diffusion and distribution matching, as pure functions of tensors."""

@@ -1,0 +1,236 @@
+"""Run a recipe in this process."""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any, final
+
+import torch
+
+from fewstep.checkpoint import (
+    checkpoint_cycle,
+    complete_checkpoints,
+    latest_checkpoint,
+    load_checkpoint,
+    prune_checkpoints,
+    read_best,
+    save_checkpoint,
+    saving,
+    write_best,
+)
+from fewstep.config import Recipe, check_fingerprint, dump_recipe, fingerprint
+from fewstep.data.dataset import Dataset
+from fewstep.diffusion.timesteps import few_step_grid
+from fewstep.errors import UserError
+from fewstep.methods.dmd2 import sample_statistics
+from fewstep.methods.method import SamplerSpec
+from fewstep.models.model import Model
+from fewstep.roles.role import TEACHER_SCORE
+from fewstep.run import RECIPE, Run, build_worker, is_run_directory, load_weights, resolve_recipe
+from fewstep.sampling import balanced_labels, sample_role
+from fewstep.training.loop import Hook, StopRequest, train_cycles
+from fewstep.training.metrics import DriftMonitor, LoggingHook, Metrics, open_metrics
+from fewstep.training.phase import PhaseResult
+from fewstep.training.worker import Worker
+from fewstep.validation import ValidationHook, build_evaluator
+
+OnCycle = Callable[[int, Sequence[PhaseResult]], None]
+
+
+def train(
+    recipe: Recipe,
+    *,
+    model: Model | None = None,
+    data: Dataset | None = None,
+    resume: bool = False,
+    on_cycle: OnCycle | None = None,
+    stop: StopRequest | None = None,
+) -> Run:
+    """Train a recipe to its last cycle, or until a stop is requested.
+
+    Args:
+        recipe: what to do; `run_dir` says where.
+        model: the adapter of a network of your own (`model: {family: module}`).
+        data: a data set of your own (`data: {name: custom}`).
+        resume: go on from the latest checkpoint of `run_dir`.
+        on_cycle: called after each cycle with its number and its phases' results.
+        stop: set its `requested` to stop after the current cycle; everything is saved.
+
+    Returns:
+        The run, its networks in memory; `run.complete` says whether it got to the end.
+
+    Raises:
+        UserError: for anything that the caller can put right, before any cycle is run.
+        TrainingError: where the run cannot go on.
+    """
+    stop = stop or StopRequest()
+    check_runtime(recipe)
+    recipe = resolve_recipe(recipe)
+    directory = Path(recipe.run_dir)
+    check_directory(directory, resume)
+    model = model or recipe.model.build()
+    dataset = data if data is not None else recipe.data.load()
+    if dataset is None and (recipe.data.name == "custom" or recipe.validation is not None):
+        raise UserError("data: the recipe needs a data set; pass it as train(recipe, data=...)")
+    worker = build_worker(recipe, model, dataset, None if resume else load_weights(recipe, model))
+    start = restore(directory, recipe, worker) if resume else 0
+    run = Run(directory, recipe, worker, start)
+    if run.complete:
+        return run
+    with saving(directory):
+        directory.mkdir(parents=True, exist_ok=True)
+        write_recipe(directory, recipe)
+        metrics = open_metrics(recipe.logging, directory, start)
+    try:
+        hooks = build_hooks(run, dataset, metrics, on_cycle)
+        cycles = range(start + 1, recipe.train.cycles + 1)
+        k = worker.method.fake_updates_per_student
+        with stop.on_interrupt():
+            done = train_cycles(worker, cycles, k, recipe.cycle, hooks, stop)
+        if done > start or not resume:
+            saver = hooks[-1]
+            assert isinstance(saver, CheckpointHook)
+            saver.save(done)
+    finally:
+        metrics.close()
+    return Run(directory, recipe, worker, done)
+
+
+def check_runtime(recipe: Recipe) -> None:
+    """Set the number of threads; raise UserError for a device that is not there."""
+    if recipe.runtime.threads is not None:
+        torch.set_num_threads(recipe.runtime.threads)
+    try:
+        torch.empty(1, device=recipe.runtime.device)
+    except (RuntimeError, AssertionError) as error:
+        first_line = str(error).splitlines()[0]
+        raise UserError(f"runtime.device: {recipe.runtime.device!r}: {first_line}") from error
+
+
+def check_directory(directory: Path, resume: bool) -> None:
+    """Raise UserError unless a run can be started, or resumed, in the directory."""
+    if directory.exists() and not directory.is_dir():
+        raise UserError(f"run_dir: {directory} is a file; name a directory")
+    if resume:
+        latest_checkpoint(directory)
+    elif is_run_directory(directory):
+        cycles = [checkpoint_cycle(c) for c in complete_checkpoints(directory)]
+        state = f"up to cycle {cycles[-1]}" if cycles else "without a checkpoint"
+        raise UserError(
+            f"run_dir: {directory} holds a run already ({state}); go on with --resume, or choose "
+            f"another directory with --run-dir"
+        )
+    parent = next(p for p in [directory, *directory.parents] if p.exists())
+    if not os.access(parent, os.W_OK):
+        raise UserError(f"run_dir: {directory} cannot be written (no permission for {parent})")
+
+
+def restore(directory: Path, recipe: Recipe, worker: Worker) -> int:
+    """Load the latest checkpoint into a worker; the cycle it was saved after.
+
+    Raises:
+        UserError: where it is damaged, or the recipe has changed in a way that matters.
+    """
+    checkpoint = latest_checkpoint(directory)
+    saved = json.loads((checkpoint / "fingerprint.json").read_text())
+    check_fingerprint(saved, recipe, checkpoint)
+    state = load_checkpoint(checkpoint)
+    worker.load_state_dict(state)
+    return int(state["cycle"])
+
+
+def write_recipe(directory: Path, recipe: Recipe) -> None:
+    """Write the resolved recipe into the run directory, atomically."""
+    temporary = directory / f".{RECIPE}.tmp"
+    temporary.write_text(dump_recipe(recipe))
+    os.replace(temporary, directory / RECIPE)
+
+
+def build_hooks(
+    run: Run, dataset: Dataset | None, metrics: Metrics, on_cycle: OnCycle | None
+) -> list[Hook]:
+    """What happens after each cycle: log, watch, validate, call back, save (in this order)."""
+    recipe, roles, last = run.recipe, run.roles, run.recipe.train.cycles
+    hooks: list[Hook] = [LoggingHook(metrics, recipe.logging, last)]
+    if TEACHER_SCORE in roles:
+        reference = teacher_statistics(run)
+        metrics.write("reference", 0, run.cycle, reference)
+        hooks.append(DriftMonitor(metrics, reference))
+    saver = CheckpointHook(run)
+    if recipe.validation is not None and dataset is not None:
+        hooks.append(
+            ValidationHook(
+                recipe.validation,
+                roles,
+                run.method.sampler(),
+                build_evaluator(dataset, recipe.validation.features, recipe.data.name),
+                metrics,
+                last,
+                read_best(run.directory),
+                saver.save_best,
+            )
+        )
+    if on_cycle is not None:
+        hooks.append(CallbackHook(on_cycle))
+    return [*hooks, saver]
+
+
+def teacher_statistics(run: Run, count: int = 64, steps: int = 16) -> dict[str, float]:
+    """Moments of the teacher's own samples, which the student's are held against."""
+    guidance = getattr(run.recipe.method, "guidance", 1.0)
+    spec = SamplerSpec(few_step_grid(steps), "euler", guidance)
+    labels = balanced_labels(run.roles.model.classes, count)
+    images = sample_role(run.roles, TEACHER_SCORE, spec, count, labels=labels).images
+    moments = {key: float(value) for key, value in sample_statistics(images).items()}
+    square = moments.pop("sample_mean_square")
+    return moments | {"sample_std": (square - moments["sample_mean"] ** 2) ** 0.5}
+
+
+@final
+class CallbackHook:
+    """A function of the caller's as a hook."""
+
+    def __init__(self, function: OnCycle) -> None:
+        """`function`: called with the cycle and its results."""
+        self._function = function
+
+    def after_cycle(self, cycle: int, results: Sequence[PhaseResult]) -> None:
+        """See `Hook`."""
+        self._function(cycle, results)
+
+
+@final
+class CheckpointHook:
+    """Saves on schedule and when the student is the best so far, then prunes."""
+
+    def __init__(self, run: Run) -> None:
+        """`run`: whose state is saved."""
+        self._run = run
+        self._saved: int | None = None
+
+    def after_cycle(self, cycle: int, results: Sequence[PhaseResult]) -> None:
+        """See `Hook`."""
+        if cycle % self._run.recipe.checkpoint.every == 0:
+            self.save(cycle)
+
+    def save_best(self, cycle: int, best: dict[str, Any]) -> None:
+        """Save the cycle and name it the best."""
+        self.save(cycle, prune=False)
+        write_best(self._run.directory, best)
+        prune_checkpoints(self._run.directory, self._run.recipe.checkpoint.keep)
+
+    def save(self, cycle: int, prune: bool = True) -> None:
+        """Save the state after `cycle`, once."""
+        if self._saved != cycle:
+            recipe = self._run.recipe
+            documents = {
+                RECIPE: dump_recipe(recipe),
+                "fingerprint.json": json.dumps(fingerprint(recipe), indent=1),
+            }
+            save_checkpoint(self._run.directory, cycle, self._run.worker.state_dict(), documents)
+            self._saved = cycle
+        if prune:
+            prune_checkpoints(self._run.directory, self._run.recipe.checkpoint.keep)

@@ -1,0 +1,244 @@
+"""DMD2, distribution matching without data (Yin et al., arXiv 2405.14867, algorithm 1).
+
+The student learns from the difference of two scores of its own noised samples: a frozen teacher
+that knows the data, and a fake score that is kept trained on what the student makes.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from functools import partial
+from itertools import pairwise
+from typing import Annotated, ClassVar, Literal, final
+
+import torch
+from pydantic import Field, model_validator
+from torch import Tensor
+
+from fewstep.data.batches import Batch
+from fewstep.diffusion.draw import Draw
+from fewstep.diffusion.losses import (
+    DenoisingWeighting,
+    denoising_loss,
+    dmd_direction,
+    dmd_surrogate,
+    replace_nonfinite,
+)
+from fewstep.diffusion.samplers import Transition, sigma_tensor, transition
+from fewstep.diffusion.timesteps import few_step_grid
+from fewstep.errors import UserError
+from fewstep.methods.method import Method, PhaseLoss, SamplerSpec
+from fewstep.methods.options import Guidance, SigmaSampling, check_guidance
+from fewstep.models.model import Model
+from fewstep.roles.role import FAKE_SCORE, STUDENT, TEACHER_SCORE, Roles
+from fewstep.settings import Settings
+
+
+@final
+class DMD2Settings(Settings):
+    """Distribution matching of a student of one to eight steps."""
+
+    name: Literal["dmd2"] = "dmd2"
+    steps: Annotated[int, Field(ge=1, le=8)] = Field(4, description="steps of the student")
+    shift: Annotated[float, Field(gt=0)] = Field(1.0, description="of the student's grid")
+    sigmas: tuple[Annotated[float, Field(gt=0, le=1)], ...] | None = Field(
+        None, description="the grid itself; null: made from steps and shift"
+    )
+    transition: Transition = Field(
+        "renoise", description="between steps: fresh noise, or the ODE (euler)"
+    )
+    fake_updates_per_student: Annotated[int, Field(ge=1)] = Field(
+        5, description="K: fake_score updates for each student update"
+    )
+    guidance: Guidance = Field(1.0, description="of the teacher, w of u + w * (c - u)")
+    score_sigmas: SigmaSampling = Field(
+        SigmaSampling(minimum=0.02, maximum=0.98),
+        description="noise levels at which the student's samples are scored",
+    )
+    fake_sigmas: SigmaSampling = Field(
+        SigmaSampling(), description="noise levels at which the fake score is trained"
+    )
+    fake_weighting: DenoisingWeighting = "native"
+
+    @model_validator(mode="after")
+    def _check(self) -> DMD2Settings:
+        sigmas = self.grid
+        if len(sigmas) != self.steps:
+            raise ValueError(f"steps is {self.steps}, but sigmas has {len(sigmas)} entries")
+        if any(a <= b for a, b in pairwise(sigmas)):
+            raise ValueError(f"sigmas must fall from noise to data, got {list(sigmas)}")
+        return self
+
+    @property
+    def grid(self) -> tuple[float, ...]:
+        """The student's sigmas: the only grid that training, sampling and export use."""
+        return self.sigmas if self.sigmas is not None else few_step_grid(self.steps, self.shift)
+
+    def build(self) -> Method:
+        """The method."""
+        return DMD2(self)
+
+
+@final
+@dataclass(frozen=True)
+class Simulation:
+    """The student's rollout up to the step whose output is used.
+
+    Attributes:
+        x: input of the exit step [B, ...], detached.
+        sigma: its level, [].
+        exit_step: its index in the grid.
+        batch: whose samples these are.
+    """
+
+    x: Tensor
+    sigma: Tensor
+    exit_step: int
+    batch: Batch
+
+
+@final
+@dataclass(frozen=True)
+class Target:
+    """What the scores say of the student's samples.
+
+    Attributes:
+        direction: [B, ...], detached and finite.
+        nonfinite_entries: how many entries were zeroed, int64 [].
+    """
+
+    direction: Tensor
+    nonfinite_entries: Tensor
+
+
+@final
+class DMD2(Method):
+    """Student phases follow the direction; fake_score phases denoise the student's samples."""
+
+    name: ClassVar[str] = "dmd2"
+    roles: ClassVar[tuple[str, ...]] = (STUDENT, FAKE_SCORE, TEACHER_SCORE)
+    trained_roles: ClassVar[tuple[str, ...]] = (STUDENT, FAKE_SCORE)
+    needs_data: ClassVar[bool] = False
+
+    def __init__(self, settings: DMD2Settings) -> None:
+        """`settings`: the recipe's `method` section."""
+        self.settings = settings
+        self.sigmas = settings.grid
+
+    @property
+    def fake_updates_per_student(self) -> int:
+        """K."""
+        return self.settings.fake_updates_per_student
+
+    def check(self, model: Model) -> None:
+        """See `Method.check`."""
+        check_guidance(model, self.settings.guidance, "method.guidance")
+        first = torch.tensor(self.sigmas[0], dtype=torch.float64)
+        if model.prediction == "eps" and float(model.path.alpha(first)) == 0:
+            raise UserError(
+                f"model.prediction is 'eps', which says nothing of the sample where it is pure "
+                f"noise, as at method.sigmas[0] = {self.sigmas[0]}; start the grid lower"
+            )
+
+    def sampler(self, steps: int | None = None) -> SamplerSpec:
+        """The trained grid, or one of another number of steps that it was not trained on."""
+        s = self.settings
+        trained = steps is None or steps == len(self.sigmas)
+        sigmas = self.sigmas if trained else few_step_grid(steps or s.steps, s.shift)
+        return SamplerSpec(sigmas, s.transition)
+
+    def phase_loss(
+        self,
+        role: str,
+        roles: Roles,
+        batch: Batch,
+        draw: Draw,
+        rollout: Draw,
+        external: Mapping[str, Tensor],
+    ) -> PhaseLoss:
+        """One micro-batch of a student or a fake_score phase."""
+        if role == STUDENT:
+            return self.student_loss(roles, self.simulate(roles, batch, rollout), draw)
+        x0 = external.get("x0")
+        if x0 is None:
+            with torch.no_grad():
+                x0 = self.generate(roles, self.simulate(roles, batch, rollout))
+        return self.fake_score_loss(roles, x0, batch, draw)
+
+    @torch.no_grad()
+    def simulate(self, roles: Roles, batch: Batch, draw: Draw) -> Simulation:
+        """Backward simulation (section 4.5): the student's own steps up to a random exit."""
+        model, sigmas = roles.model, self.sigmas
+        exit_step = draw.choice("exit", len(sigmas))
+        noise = draw.normal(
+            "rollout",
+            batch.sample_ids,
+            (exit_step + 1, *model.sample_shape),
+            roles.dtype,
+        )
+        x = model.path.prior(noise[:, 0])
+        with roles.use(STUDENT) as student:
+            for step in range(exit_step):
+                prediction = student(x, sigma_tensor(sigmas[step], x), batch.condition)
+                fresh = partial(noise.select, 1, step + 1)
+                following = sigma_tensor(sigmas[step + 1], x)
+                x = transition(self.settings.transition, prediction, following, fresh)
+        return Simulation(x, sigma_tensor(sigmas[exit_step], x), exit_step, batch)
+
+    def generate(self, roles: Roles, simulation: Simulation) -> Tensor:
+        """The exit step: clean samples [B, ...], with a graph where gradients are enabled."""
+        with roles.use(STUDENT) as student:
+            return student(simulation.x, simulation.sigma, simulation.batch.condition).x0
+
+    @torch.no_grad()
+    def score(self, roles: Roles, x0: Tensor, batch: Batch, draw: Draw) -> Target:
+        """Both scores of the samples at one noise, one sigma and one input (eq. 3)."""
+        eps = draw.normal("eps", batch.sample_ids, x0.shape[1:], x0.dtype)
+        sigma = self.settings.score_sigmas.sample(draw, batch.sample_ids, x0.dtype)
+        x = roles.model.path.add_noise(x0, eps, sigma)
+        with roles.use(FAKE_SCORE) as fake_score:
+            x0_fake = fake_score(x, sigma, batch.condition).x0
+        with roles.use(TEACHER_SCORE) as teacher:
+            x0_real = teacher.guided(x, sigma, batch.condition, self.settings.guidance).x0
+        return Target(*replace_nonfinite(dmd_direction(x0, x0_fake, x0_real)))
+
+    def student_loss(
+        self, roles: Roles, simulation: Simulation, draw: Draw, target: Target | None = None
+    ) -> PhaseLoss:
+        """The surrogate whose gradient is the direction; the student runs once.
+
+        `target` is given where another group has scored these samples.
+        """
+        x0 = self.generate(roles, simulation)
+        samples = x0.detach()
+        if target is None:
+            target = self.score(roles, samples, simulation.batch, draw)
+        return PhaseLoss(
+            loss=dmd_surrogate(x0, target.direction).mean(),
+            metrics=sample_statistics(samples),
+            outputs={"x0": samples},
+            nonfinite_entries=target.nonfinite_entries,
+            entries=samples.numel(),
+        )
+
+    def fake_score_loss(self, roles: Roles, x0: Tensor, batch: Batch, draw: Draw) -> PhaseLoss:
+        """Denoising of detached student samples (eq. 4), at sigmas of its own."""
+        x0 = x0.detach()
+        eps = draw.normal("eps", batch.sample_ids, x0.shape[1:], x0.dtype)
+        sigma = self.settings.fake_sigmas.sample(draw, batch.sample_ids, x0.dtype)
+        with roles.use(FAKE_SCORE) as fake_score:
+            x = roles.model.path.add_noise(x0, eps, sigma)
+            prediction = fake_score(x, sigma, batch.condition)
+        loss = denoising_loss(prediction, x0, eps, self.settings.fake_weighting).mean()
+        return PhaseLoss(loss, outputs={"x0": x0})
+
+
+def sample_statistics(x0: Tensor) -> dict[str, Tensor]:
+    """Moments of clean samples [B, ...]: their drift shows before the loss does."""
+    flat = x0.flatten(1)
+    return {
+        "sample_mean": flat.mean(),
+        "sample_mean_square": (flat * flat).mean(),
+        "sample_variance": flat.var(dim=1, unbiased=False).mean(),
+    }

@@ -1,0 +1,141 @@
+"""The adapter between one family of networks and the rest of Fewstep."""
+
+from __future__ import annotations
+
+import copy
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from pathlib import Path as FilePath
+from typing import ClassVar, final
+
+import torch
+from torch import Tensor, nn
+
+from fewstep.diffusion.guidance import guide
+from fewstep.diffusion.paths import Path
+from fewstep.diffusion.prediction import Prediction, PredictionKind
+
+Condition = Mapping[str, Tensor]
+
+
+class Model(ABC):
+    """What a network family needs to be trained, sampled and exported.
+
+    Single-device code: no ranks, no sharding. The adapter holds no weights; networks are passed
+    in, so that one adapter serves every role.
+
+    Attributes:
+        path: the noising path that the networks were trained on.
+        prediction: what the networks predict.
+        sample_shape: shape of one (latent) sample.
+        classes: number of classes, or None for an unconditional network.
+        supports_guidance: whether there is an unconditional prediction to guide away from.
+        guidance_distilled: whether the teacher has guidance distilled into it already.
+        lora_targets: module names that LoRA adapts by default (suffixes, as PEFT matches them).
+    """
+
+    path: Path
+    prediction: PredictionKind
+    sample_shape: tuple[int, ...]
+    classes: int | None = None
+    supports_guidance: bool = False
+    guidance_distilled: bool = False
+    lora_targets: ClassVar[tuple[str, ...]] = ()
+
+    @abstractmethod
+    def build_network(self) -> nn.Module:
+        """A network with fresh weights (from the global generator: seed it around the call)."""
+
+    @abstractmethod
+    def load_network(self, directory: FilePath) -> nn.Module:
+        """A network with the weights of a directory.
+
+        Raises:
+            UserError: where the directory holds no network of this family or broken weights.
+        """
+
+    @abstractmethod
+    def save_network(self, network: nn.Module, directory: FilePath) -> None:
+        """Write a network so that `load_network`, and the family's own library, read it."""
+
+    @abstractmethod
+    def forward(self, network: nn.Module, x: Tensor, sigma: Tensor, condition: Condition) -> Tensor:
+        """The raw network output.
+
+        Args:
+            network: a network of this family.
+            x: noisy samples [B, *sample_shape].
+            sigma: [B].
+            condition: what `Batch.condition` holds, each entry [B, ...].
+
+        Returns:
+            A prediction of kind `prediction`, like `x`.
+        """
+
+    def unconditional(self, condition: Condition) -> Condition:
+        """The condition that stands for none, of the same shapes.
+
+        Raises:
+            ValueError: where the family has none.
+        """
+        raise ValueError(f"{type(self).__name__} has no unconditional prediction")
+
+    def student_network(self, teacher: nn.Module) -> nn.Module:
+        """The network that student and fake_score start from: a copy of the teacher."""
+        return copy.deepcopy(teacher)
+
+    def encode(self, images: Tensor) -> Tensor:
+        """Images [B, C, H, W] in [-1, 1] (or the data's own form) to samples."""
+        return images
+
+    def decode(self, samples: Tensor) -> Tensor:
+        """Samples to images; the inverse of `encode`."""
+        return samples
+
+    def example_condition(self, count: int) -> dict[str, Tensor]:
+        """Some valid condition of `count` samples, for checks and estimates."""
+        if self.classes is None:
+            return {}
+        return {"class_labels": torch.arange(count) % self.classes}
+
+
+@final
+@dataclass(frozen=True)
+class Denoiser:
+    """One role's network, ready to call; only valid while the role is in use.
+
+    Attributes:
+        model: the adapter.
+        network: the module that holds the role's weights.
+        check_active: raises if another role has been activated on the same module.
+    """
+
+    model: Model
+    network: nn.Module
+    check_active: Callable[[], None]
+
+    def __call__(self, x: Tensor, sigma: Tensor, condition: Condition) -> Prediction:
+        """One network call.
+
+        Args:
+            x: noisy samples [B, ...].
+            sigma: exact level, [B] or [].
+            condition: entries [B, ...].
+        """
+        self.check_active()
+        output = self.model.forward(self.network, x, sigma.expand(len(x)), condition)
+        return Prediction(self.model.prediction, output, x, sigma, self.model.path)
+
+    def guided(self, x: Tensor, sigma: Tensor, condition: Condition, scale: float) -> Prediction:
+        """The guided prediction u + scale * (c - u): one network call at scale 1, else two.
+
+        Every kind of prediction is affine in the others at fixed x and sigma, so guiding the
+        raw output is guiding any of them.
+        """
+        conditional = self(x, sigma, condition)
+        if scale == 1:
+            return conditional
+        unconditional = self(x, sigma, self.model.unconditional(condition))
+        output = guide(conditional.output, unconditional.output, scale)
+        return Prediction(self.model.prediction, output, x, sigma, self.model.path)

@@ -1,0 +1,240 @@
+"""Roles: the student, the fake score, the teacher and the averaged student."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from typing import final
+
+import torch
+from torch import nn
+
+from fewstep.errors import TrainingError, UserError
+from fewstep.models.model import Denoiser, Model
+from fewstep.roles.ema import EMASettings, ema_update
+from fewstep.roles.optimizer import OptimizerSettings
+from fewstep.roles.storage import Storage
+
+STUDENT = "student"
+STUDENT_EMA = "student_ema"
+FAKE_SCORE = "fake_score"
+TEACHER_SCORE = "teacher_score"
+CPU = torch.device("cpu")
+
+
+@final
+@dataclass
+class Role:
+    """One role: its tensors, its optimizer and what became of its updates.
+
+    Attributes:
+        name: what the weights are for.
+        storage: "independent" or "shared_base".
+        adapter: the adapter's name in shared storage, else None.
+        parameters: the tensors it owns, by name.
+        settings: its optimizer's settings; None for a frozen role.
+        optimizer: None for a frozen role.
+        attempted: phases that trained it.
+        successful: updates done.
+        skipped: updates skipped for non-finite numbers.
+        skipped_in_a_row: the latest run of them.
+    """
+
+    name: str
+    storage: str
+    adapter: str | None
+    parameters: dict[str, nn.Parameter]
+    settings: OptimizerSettings | None = None
+    optimizer: torch.optim.Optimizer | None = None
+    attempted: int = 0
+    successful: int = 0
+    skipped: int = 0
+    skipped_in_a_row: int = 0
+    tensors: list[nn.Parameter] = field(init=False, repr=False)
+
+    def __post_init__(self) -> None:
+        self.tensors = list(self.parameters.values())
+
+    @property
+    def trainable(self) -> bool:
+        """Whether it has an optimizer."""
+        return self.optimizer is not None
+
+    @property
+    def parameter_count(self) -> int:
+        """Numbers it owns."""
+        return sum(p.numel() for p in self.tensors)
+
+    @property
+    def learning_rate(self) -> float:
+        """The rate of the next update; 0 for a frozen role."""
+        if self.settings is None:
+            return 0.0
+        return self.settings.lr * self.settings.schedule.factor(self.successful)
+
+    def __repr__(self) -> str:
+        where = f"adapter {self.adapter!r}" if self.adapter else f"{self.storage} storage"
+        optimizer = type(self.optimizer).__name__ if self.optimizer else "frozen"
+        return (
+            f"{self.name}: {where}, {self.parameter_count:,} parameters, {optimizer}, "
+            f"{self.successful} updates, {self.skipped} skipped"
+        )
+
+
+@final
+class Roles(Mapping[str, Role]):
+    """All roles of a run over one storage; `use` puts one in force."""
+
+    def __init__(
+        self,
+        model: Model,
+        storage: Storage,
+        names: Sequence[str],
+        optimizers: Mapping[str, OptimizerSettings],
+        ema: EMASettings | None = None,
+        device: torch.device = CPU,
+        dtype: torch.dtype = torch.float32,
+    ) -> None:
+        """Build roles over networks that exist already.
+
+        Args:
+            model: the adapter.
+            storage: holds the weights.
+            names: the roles.
+            optimizers: settings of those that are trained; the others are frozen.
+            ema: how student_ema follows the student, where that role exists.
+            device: to move every network to.
+            dtype: to cast every network to.
+
+        Raises:
+            UserError: where a trained role owns nothing.
+            TrainingError: where two roles own the same tensor.
+        """
+        self.model = model
+        self.storage = storage
+        self.ema = ema
+        self.ema_updates = 0
+        self.device = device
+        self.dtype = dtype
+        self._active: str | None = None
+        for network in storage.networks.values():
+            place(network, device, dtype)
+        self._roles = {n: self._build_role(n, optimizers.get(n)) for n in names}
+        self._check_disjoint()
+
+    def _build_role(self, name: str, settings: OptimizerSettings | None) -> Role:
+        parameters = self.storage.parameters(name)
+        for parameter in parameters.values():
+            parameter.requires_grad_(settings is not None)
+            if settings is None and name == STUDENT_EMA and parameter.element_size() < 4:
+                parameter.data = parameter.data.float()
+        role = Role(
+            name, self.storage.kind, self.storage.adapter(name), parameters, settings=settings
+        )
+        if settings is not None:
+            if not parameters:
+                raise UserError(f"optimizers.{name}: the role {name!r} owns nothing to train")
+            role.optimizer = settings.build(parameters.values())
+        return role
+
+    def _check_disjoint(self) -> None:
+        owner: dict[int, str] = {}
+        for role in self._roles.values():
+            for key, parameter in role.parameters.items():
+                other = owner.setdefault(id(parameter), role.name)
+                if other != role.name:
+                    raise TrainingError(f"{other} and {role.name} both own {key!r}")
+
+    def __getitem__(self, name: str) -> Role:
+        return self._roles[name]
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._roles)
+
+    def __len__(self) -> int:
+        return len(self._roles)
+
+    def __repr__(self) -> str:
+        return "\n".join(map(repr, self._roles.values()))
+
+    @contextmanager
+    def use(self, name: str) -> Iterator[Denoiser]:
+        """Put a role in force for the block, and the previous one again after it. Nests.
+
+        Gradients are disabled for a frozen role, whatever the caller asks. The network runs in
+        eval mode: no dropout from a global generator.
+        """
+        role = self._roles[name]
+        network = self.storage.module(name)
+        previous, was_training = self._active, network.training
+        if was_training:
+            network.eval()
+        self._activate(name)
+        try:
+            with torch.set_grad_enabled(role.trainable and torch.is_grad_enabled()):
+                yield Denoiser(self.model, network, lambda: self._check_active(name))
+        finally:
+            self._activate(previous)
+            if was_training:
+                network.train()
+
+    def _activate(self, name: str | None) -> None:
+        self._active = name
+        self.storage.activate(name)
+
+    def _check_active(self, name: str) -> None:
+        if self._active != name:
+            raise TrainingError(
+                f"the network was called as {name!r} while {self._active or 'no role'!r} was in "
+                f"use: call it inside `with roles.use({name!r})`"
+            )
+
+    def check_gradients(self, active: str) -> None:
+        """After a backward pass: only the active role has gradients, and all of it has.
+
+        Raises:
+            TrainingError: naming roles and tensors.
+        """
+        for role in self._roles.values():
+            if role.name == active:
+                continue
+            leaked = [k for k, p in role.parameters.items() if p.grad is not None]
+            if leaked:
+                raise TrainingError(
+                    f"the backward pass of {active} gave gradients to {role.name}: "
+                    f"{_some(leaked)}; was it run while {role.name} was in use?"
+                )
+        role = self._roles[active]
+        missing = [k for k, p in role.parameters.items() if p.grad is None]
+        unused = role.settings.unused_parameters if role.settings is not None else ()
+        missing = [k for k in missing if not any(part in k for part in unused)]
+        if missing:
+            raise TrainingError(
+                f"the backward pass of {active} gave no gradient to {len(missing)} of its "
+                f"{len(role.tensors)} tensors: {_some(missing)}; was it run under another role? "
+                f"Tensors that the network never uses go into "
+                f"optimizers.{active}.unused_parameters"
+            )
+
+    def update_ema(self) -> None:
+        """Let student_ema follow, once the student's successful updates reach `ema.start`."""
+        if self.ema is None or STUDENT_EMA not in self._roles:
+            return
+        student = self._roles[STUDENT]
+        if student.successful < self.ema.start:
+            return
+        ema_update(self._roles[STUDENT_EMA].tensors, student.tensors, self.ema.decay)
+        self.ema_updates += 1
+
+
+def place(network: nn.Module, device: torch.device, dtype: torch.dtype) -> None:
+    """Move a network, and cast it where it is not of that dtype yet, in place."""
+    if any(t.is_floating_point() and t.dtype != dtype for t in network.state_dict().values()):
+        network.to(dtype=dtype)
+    network.to(device=device)
+
+
+def _some(names: Sequence[str], count: int = 4) -> str:
+    more = f" and {len(names) - count} more" if len(names) > count else ""
+    return ", ".join(names[:count]) + more

@@ -1,0 +1,209 @@
+"""Where the roles' weights live: each with a network of its own, or as adapters on one base."""
+
+from __future__ import annotations
+
+import copy
+import warnings
+from abc import ABC, abstractmethod
+from collections.abc import Mapping, Sequence
+from typing import Annotated, Literal, final
+
+import torch
+from peft import LoraConfig, inject_adapter_in_model
+from peft.tuners.tuners_utils import BaseTunerLayer
+from pydantic import Field
+from torch import nn
+
+from fewstep.errors import UserError
+from fewstep.models.model import Model
+from fewstep.settings import Settings
+
+StorageKind = Literal["independent", "shared_base"]
+ADAPTABLE = (nn.Linear, nn.Conv1d, nn.Conv2d, nn.Conv3d, nn.Embedding)
+
+
+@final
+class LoraSettings(Settings):
+    """Low-rank adapters (Hu et al., arXiv 2106.09685) for `storage: shared_base`."""
+
+    rank: Annotated[int, Field(gt=0)] = 16
+    alpha: Annotated[float, Field(gt=0)] = Field(16.0, description="scale is alpha / rank")
+    targets: tuple[str, ...] | None = Field(
+        None,
+        description="names of the modules to adapt, or their last parts; "
+        "null takes the model family's own list",
+    )
+
+
+class Storage(ABC):
+    """The physical networks and which role's weights are in force."""
+
+    kind: StorageKind
+    networks: dict[str, nn.Module]
+    """Each physical network once, by name."""
+
+    @abstractmethod
+    def module(self, role: str) -> nn.Module:
+        """The module to call for a role."""
+
+    @abstractmethod
+    def parameters(self, role: str) -> dict[str, nn.Parameter]:
+        """The tensors that belong to the role alone, by name."""
+
+    @abstractmethod
+    def adapter(self, role: str) -> str | None:
+        """Name of the role's adapter, or None."""
+
+    @abstractmethod
+    def plain_network(self, role: str) -> nn.Module:
+        """A copy of the role's network that needs none of our code: adapters are merged."""
+
+    @abstractmethod
+    def activate(self, role: str | None) -> None:
+        """Put a role's weights in force; None: the bare base."""
+
+
+@final
+class Independent(Storage):
+    """A network for every role."""
+
+    kind: StorageKind = "independent"
+
+    def __init__(self, networks: Mapping[str, nn.Module]) -> None:
+        """`networks`: role -> network, each a module of its own."""
+        self.networks = dict(networks)
+
+    def module(self, role: str) -> nn.Module:
+        """The role's network."""
+        return self.networks[role]
+
+    def parameters(self, role: str) -> dict[str, nn.Parameter]:
+        """All of the network's parameters."""
+        return dict(self.networks[role].named_parameters())
+
+    def adapter(self, role: str) -> str | None:
+        """None: there are no adapters."""
+        return None
+
+    def plain_network(self, role: str) -> nn.Module:
+        """A copy of the role's network."""
+        return copy.deepcopy(self.networks[role])
+
+    def activate(self, role: str | None) -> None:
+        """Nothing to switch."""
+
+
+@final
+class SharedBase(Storage):
+    """One frozen base; every role but the teacher is a LoRA adapter on it.
+
+    Switching sets the adapters' layers directly: PEFT's `set_adapter` would flip
+    `requires_grad`, and a backward pass after that finds no parameter to give a gradient to.
+    """
+
+    kind: StorageKind = "shared_base"
+    base_role = "teacher_score"
+
+    def __init__(self, base: nn.Module, adapters: Sequence[str], lora: LoraConfig) -> None:
+        """Inject one adapter a role into `base`, all starting as copies of the first."""
+        self.networks = {"base": base}
+        self.adapters = tuple(adapters)
+        base.requires_grad_(False)
+        with warnings.catch_warnings():
+            # Several adapters on one network are what this class is for.
+            warnings.filterwarnings("ignore", message="Already found a `peft_config`")
+            for name in self.adapters:
+                inject_adapter_in_model(lora, base, adapter_name=name)
+        self._layers = [m for m in base.modules() if isinstance(m, BaseTunerLayer)]
+        self._parameters = {
+            name: {
+                key: parameter
+                for key, parameter in base.named_parameters()
+                if name in key.split(".")
+            }
+            for name in self.adapters
+        }
+        adapted = {id(p) for own in self._parameters.values() for p in own.values()}
+        self._parameters[self.base_role] = {
+            key: parameter
+            for key, parameter in base.named_parameters()
+            if id(parameter) not in adapted
+        }
+        first = self._parameters[self.adapters[0]]
+        for name in self.adapters:
+            own = self._parameters[name].values()
+            with torch.no_grad():
+                for parameter, source in zip(own, first.values(), strict=True):
+                    parameter.copy_(source)
+                    parameter.requires_grad_(True)
+        self.activate(None)
+
+    def module(self, role: str) -> nn.Module:
+        """The base, whatever the role."""
+        return self.networks["base"]
+
+    def parameters(self, role: str) -> dict[str, nn.Parameter]:
+        """The role's adapter tensors; the base's own for the teacher."""
+        return self._parameters[role]
+
+    def adapter(self, role: str) -> str | None:
+        """The role's own name; None for the base."""
+        return role if role in self.adapters else None
+
+    def plain_network(self, role: str) -> nn.Module:
+        """A copy of the base with the role's adapter merged into it."""
+        network = copy.deepcopy(self.networks["base"])
+        adapter = self.adapter(role)
+        layers = [(n, m) for n, m in network.named_modules() if isinstance(m, BaseTunerLayer)]
+        for name, layer in layers:
+            if adapter is not None:
+                layer.merge(adapter_names=[adapter])
+            network.set_submodule(name, layer.get_base_layer())
+        return network.requires_grad_(False)
+
+    def activate(self, role: str | None) -> None:
+        """Switch every adapted layer; no parameter is touched."""
+        adapter = self.adapter(role) if role is not None else None
+        active = [adapter] if adapter is not None else []
+        for layer in self._layers:
+            # Straight into the instance: nn.Module's attribute setter costs ten times as much.
+            layer.__dict__["_active_adapter"] = active
+            layer.__dict__["_disable_adapters"] = adapter is None
+
+
+def check_targets(network: nn.Module, targets: Sequence[str]) -> None:
+    """Raise UserError unless every LoRA target matches some module that can be adapted."""
+    names = [n for n, m in network.named_modules() if isinstance(m, ADAPTABLE)]
+    unmatched = [t for t in targets if not any(n == t or n.endswith(f".{t}") for n in names)]
+    if unmatched or not targets:
+        leaves = sorted({".".join(n.split(".")[-2:]) for n in names})
+        raise UserError(
+            f"lora.targets: {', '.join(map(repr, unmatched)) or 'the empty list'} matches no "
+            f"module of the network; names that exist end in: {', '.join(leaves[:12])}"
+        )
+
+
+def build_shared_base(
+    model: Model, base: nn.Module, adapters: Sequence[str], settings: LoraSettings
+) -> SharedBase:
+    """Adapters on a frozen base. The adapters' first weights come from the global generator.
+
+    Raises:
+        UserError: where a target matches nothing, naming it.
+    """
+    targets = settings.targets if settings.targets is not None else model.lora_targets
+    check_targets(base, targets)
+    lora = LoraConfig(r=settings.rank, lora_alpha=settings.alpha, target_modules=list(targets))  # type: ignore[arg-type]
+    return SharedBase(base, adapters, lora)
+
+
+def build_independent(model: Model, teacher: nn.Module, roles: Sequence[str]) -> Independent:
+    """The teacher itself, and for every other role a network that starts as the student does."""
+    networks = {"teacher_score": teacher} if "teacher_score" in roles else {}
+    student = model.student_network(teacher)
+    for role in roles:
+        if role != "teacher_score":
+            network = model.student_network(teacher)
+            network.load_state_dict(student.state_dict())
+            networks[role] = network
+    return Independent(networks)

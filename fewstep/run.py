@@ -1,0 +1,249 @@
+"""A run: its recipe, networks and checkpoints; made anew or opened from its directory."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Literal, final
+
+import torch
+from torch import Tensor, nn
+
+from fewstep.checkpoint import (
+    best_checkpoint,
+    complete_checkpoints,
+    latest_checkpoint,
+    load_checkpoint,
+    read_best,
+)
+from fewstep.config import Recipe, load_recipe
+from fewstep.data.batches import BatchSource, ConditionBatches, DataBatches
+from fewstep.data.dataset import Dataset
+from fewstep.errors import UserError
+from fewstep.methods.method import Method, SamplerSpec
+from fewstep.models.dit import DiTSettings
+from fewstep.models.model import Model
+from fewstep.roles.role import Roles
+from fewstep.roles.storage import Storage, build_independent, build_shared_base
+from fewstep.sampling import Samples, balanced_labels, sample_role
+from fewstep.training.worker import Worker
+from fewstep.validation import sampled_role
+
+Which = Literal["latest", "best"]
+RECIPE = "recipe.yaml"
+
+
+@final
+@dataclass(frozen=True)
+class Run:
+    """A run with its networks in memory.
+
+    Attributes:
+        directory: where it is written.
+        recipe: resolved.
+        worker: holds roles and method.
+        cycle: the last one that the weights have seen.
+        complete: whether all cycles of the recipe are done.
+    """
+
+    directory: Path
+    recipe: Recipe
+    worker: Worker
+    cycle: int
+
+    @property
+    def roles(self) -> Roles:
+        """The roles and their networks."""
+        return self.worker.roles
+
+    @property
+    def method(self) -> Method:
+        """The method that trained them."""
+        return self.worker.method
+
+    @property
+    def complete(self) -> bool:
+        """Whether all cycles of the recipe are done."""
+        return self.cycle >= self.recipe.train.cycles
+
+    @property
+    def result_role(self) -> str:
+        """The role that stands for the result: student_ema where there is one."""
+        return sampled_role(self.roles)
+
+    def sample(
+        self,
+        count: int | None = None,
+        *,
+        classes: list[int] | Tensor | None = None,
+        steps: int | None = None,
+        role: str | None = None,
+        seed: int = 0,
+        spec: SamplerSpec | None = None,
+    ) -> Samples:
+        """Sample a role, by default the result on the grid it was trained for.
+
+        Args:
+            count: number of samples; by default as many as classes.
+            classes: a label for each sample; by default 0, 1, 2, ... in turn.
+            steps: another number of steps than the trained one.
+            role: whose network.
+            seed: of the noise.
+            spec: a sampler of your own instead of `steps`.
+        """
+        labels = torch.as_tensor(classes) if classes is not None else None
+        if labels is None:
+            labels = balanced_labels(self.roles.model.classes, count or 16)
+        total = count or (len(labels) if labels is not None else 16)
+        sampler = spec or self.method.sampler(steps)
+        return sample_role(
+            self.roles, role or self.result_role, sampler, total, labels=labels, seed=seed
+        )
+
+
+def is_run_directory(path: Path) -> bool:
+    """Whether a run has been started there."""
+    return (path / RECIPE).is_file()
+
+
+def open_run(directory: Path | str, which: Which = "latest", model: Model | None = None) -> Run:
+    """Open a run directory at its latest or best checkpoint.
+
+    Args:
+        directory: of the run.
+        which: "latest" or "best" (by validation).
+        model: the adapter, for a network that was passed in from Python.
+
+    Raises:
+        UserError: where there is no run, no such checkpoint, or it is damaged.
+    """
+    directory = Path(directory)
+    if not is_run_directory(directory):
+        raise UserError(f"{directory} is not a run directory: it has no {RECIPE}")
+    recipe = load_recipe(directory / RECIPE)
+    checkpoint = best_checkpoint(directory) if which == "best" else latest_checkpoint(directory)
+    state = load_checkpoint(checkpoint)
+    worker = build_worker(recipe, model or recipe.model.build(), None, teacher=None)
+    worker.load_state_dict(state)
+    return Run(directory, recipe, worker, state["cycle"])
+
+
+def open_result(directory: Path | str, model: Model | None = None) -> Run:
+    """Open a run at its best checkpoint, or at the latest where it was never validated."""
+    directory = Path(directory)
+    validated = is_run_directory(directory) and read_best(directory) is not None
+    return open_run(directory, "best" if validated else "latest", model)
+
+
+def resolve_recipe(recipe: Recipe) -> Recipe:
+    """Fill in what the teacher's weights decide: the size and kind of the network.
+
+    Raises:
+        UserError: where the weights do not exist or contradict the recipe.
+    """
+    settings = recipe.model
+    if not isinstance(settings, DiTSettings) or settings.weights is None:
+        return recipe
+    source = Path(settings.weights)
+    if is_run_directory(source):
+        trained = load_recipe(source / RECIPE).model
+        given = settings.model_dump(exclude_unset=True, exclude={"weights", "family"})
+        for key, value in trained.model_dump(exclude={"weights", "family"}).items():
+            if key in given and given[key] not in (None, value):
+                raise UserError(
+                    f"model.{key} is {given[key]!r}, but {source} was trained with {value!r}"
+                )
+        settings = trained.model_copy(update={"weights": settings.weights})
+    else:
+        settings = settings.with_network_of(source)
+    return recipe.model_copy(update={"model": settings})
+
+
+def load_weights(recipe: Recipe, model: Model) -> nn.Module:
+    """The network that a run starts from: the weights of the recipe, or new ones by its seed."""
+    source = recipe.model.weights
+    if source is None:
+        with seeded(recipe.seed, "network"):
+            return model.build_network()
+    if is_run_directory(Path(source)):
+        if not complete_checkpoints(Path(source)):
+            raise UserError(
+                f"model.weights: the run {source} has no complete checkpoint yet; train it first"
+            )
+        teacher = open_result(source, model)
+        return teacher.roles.storage.plain_network(teacher.result_role)
+    return model.load_network(Path(source))
+
+
+def build_worker(
+    recipe: Recipe, model: Model, dataset: Dataset | None, teacher: nn.Module | None
+) -> Worker:
+    """Roles, method and data of a run.
+
+    Args:
+        recipe: resolved.
+        model: the adapter.
+        dataset: real data, for methods that train on it.
+        teacher: the network that all roles start from; None where a checkpoint follows.
+
+    Raises:
+        UserError: where method and model do not fit each other.
+    """
+    method = recipe.method.build()
+    method.check(model)
+    device, dtype = torch.device(recipe.runtime.device), getattr(torch, recipe.runtime.dtype)
+    with seeded(recipe.seed, "roles"):
+        storage = build_storage(
+            recipe, model, teacher if teacher is not None else model.build_network()
+        )
+    roles = Roles(
+        model,
+        storage,
+        recipe.roles,
+        recipe.optimizers.by_role(),
+        recipe.ema,
+        device=device,
+        dtype=dtype,
+    )
+    batches: BatchSource = ConditionBatches(model.classes, device)
+    if method.needs_data and dataset is not None:
+        batches = DataBatches(encode_dataset(model, dataset), device, dtype)
+    return Worker(recipe.seed, recipe.train, method, roles, batches)
+
+
+def build_storage(recipe: Recipe, model: Model, teacher: nn.Module) -> Storage:
+    """The physical networks of a run."""
+    if recipe.lora is None:
+        return build_independent(model, teacher, recipe.roles)
+    adapters = [role for role in recipe.roles if role != "teacher_score"]
+    return build_shared_base(model, teacher, adapters, recipe.lora)
+
+
+def encode_dataset(model: Model, dataset: Dataset) -> Dataset:
+    """The data as the network sees it; raises UserError where the shapes do not fit."""
+    samples = model.encode(dataset.samples)
+    if tuple(samples.shape[1:]) != tuple(model.sample_shape):
+        raise UserError(
+            f"data: samples have shape {tuple(samples.shape[1:])}, the network takes "
+            f"{tuple(model.sample_shape)}"
+        )
+    if dataset.labels is not None and model.classes is not None:
+        highest = int(dataset.labels.max())
+        if highest >= model.classes:
+            raise UserError(f"data: label {highest} is too high for {model.classes} classes")
+    if (dataset.labels is None) != (model.classes is None):
+        raise UserError("data: labels are needed by a class-conditional network, and only there")
+    return Dataset(samples, dataset.labels)
+
+
+@contextmanager
+def seeded(seed: int, purpose: str) -> Iterator[None]:
+    """Key torch's global generator for the block, and restore it afterwards."""
+    key = hashlib.blake2b(f"{seed}/{purpose}".encode(), digest_size=8).digest()
+    with torch.random.fork_rng(devices=[]):
+        # Not torch.manual_seed, which would also seed every accelerator for good.
+        torch.default_generator.manual_seed(int.from_bytes(key, "little") >> 1)
+        yield

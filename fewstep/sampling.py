@@ -1,0 +1,122 @@
+"""From a role to samples."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import final
+
+import torch
+from torch import Tensor
+
+from fewstep.diffusion.draw import Draw
+from fewstep.diffusion.prediction import Prediction
+from fewstep.diffusion.samplers import sample_few_step, sample_heun
+from fewstep.methods.method import SamplerSpec, trained_transition
+from fewstep.models.model import Denoiser
+from fewstep.roles.role import Roles
+
+
+@final
+@dataclass(frozen=True)
+class Samples:
+    """What a sampler made.
+
+    Attributes:
+        images: decoded samples [N, ...], on the CPU.
+        labels: int64 [N], or None.
+        seconds: time in the sampler, without set-up.
+        network_calls: made for each batch, counted.
+    """
+
+    images: Tensor
+    labels: Tensor | None
+    seconds: float
+    network_calls: int
+
+
+def sample_role(
+    roles: Roles,
+    role: str,
+    spec: SamplerSpec,
+    count: int,
+    *,
+    labels: Tensor | None = None,
+    seed: int = 0,
+    batch_size: int = 256,
+    on_batch: Callable[[int], None] = lambda done: None,
+) -> Samples:
+    """Sample a role's network; sample i depends on seed, i and its label alone.
+
+    Args:
+        roles: holds the role.
+        role: whose network.
+        spec: grid, solver and guidance.
+        count: number of samples.
+        labels: int64 [count]; None for an unconditional network.
+        seed: of the initial noise, which is the same for every role and solver.
+        batch_size: samples at once.
+        on_batch: called with the number of samples finished.
+
+    Raises:
+        ValueError: where labels do not fit the network.
+    """
+    check_labels(roles.model.classes, count, labels)
+    ids = torch.arange(count, device=roles.device)
+    condition = {} if labels is None else {"class_labels": labels.to(roles.device)}
+    parts, calls, seconds = [], 0, 0.0
+    with torch.no_grad(), roles.use(role) as denoiser:
+        for start in range(0, count, batch_size):
+            rows = slice(start, start + batch_size)
+            part = {key: value[rows] for key, value in condition.items()}
+            began = time.perf_counter()
+            samples, calls = sample_batch(denoiser, spec, ids[rows], part, seed, roles.dtype)
+            parts.append(roles.model.decode(samples).float().cpu())
+            seconds += time.perf_counter() - began
+            on_batch(min(start + batch_size, count))
+    return Samples(torch.cat(parts), labels, seconds, calls)
+
+
+def sample_batch(
+    denoiser: Denoiser,
+    spec: SamplerSpec,
+    ids: Tensor,
+    condition: Mapping[str, Tensor],
+    seed: int,
+    dtype: torch.dtype,
+) -> tuple[Tensor, int]:
+    """Samples [B, ...] of one batch with the noise of their ids, and the network calls made."""
+    draw, shape = Draw(seed, 0, "sample"), denoiser.model.sample_shape
+    calls = 0
+
+    def predict(x: Tensor, sigma: Tensor) -> Prediction:
+        nonlocal calls
+        calls += 1 if spec.guidance == 1 else 2
+        return denoiser.guided(x, sigma, condition, spec.guidance)
+
+    def fresh_noise(step: int) -> Tensor:
+        return draw.normal(f"noise/{step}", ids, shape, dtype)
+
+    x = denoiser.model.path.prior(fresh_noise(0))
+    if spec.solver == "heun":
+        return sample_heun(predict, x, spec.sigmas), calls
+    kind = trained_transition(spec.solver)
+    return sample_few_step(predict, x, spec.sigmas, kind, fresh_noise), calls
+
+
+def check_labels(classes: int | None, count: int, labels: Tensor | None) -> None:
+    """Raise ValueError unless there is one valid label a sample, or none are needed."""
+    if classes is None:
+        if labels is not None:
+            raise ValueError("the network is unconditional: it takes no class labels")
+        return
+    if labels is None or len(labels) != count:
+        raise ValueError(f"{count} class labels are needed, one for each sample")
+    if count and not (int(labels.min()) >= 0 and int(labels.max()) < classes):
+        raise ValueError(f"class labels must be in 0..{classes - 1}")
+
+
+def balanced_labels(classes: int | None, count: int) -> Tensor | None:
+    """Labels 0, 1, ..., 0, 1, ...: int64 [count]; None for an unconditional network."""
+    return None if classes is None else torch.arange(count) % classes

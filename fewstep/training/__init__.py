@@ -1,0 +1,1 @@
+"""The engine: cycles of phases, run by workers, watched by hooks."""

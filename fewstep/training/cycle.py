@@ -1,0 +1,50 @@
+"""A cycle: one student phase and K fake_score phases, in a declared order."""
+
+from __future__ import annotations
+
+from typing import Annotated, Literal, final
+
+from pydantic import Field
+
+from fewstep.roles.role import FAKE_SCORE, STUDENT
+from fewstep.settings import Settings
+from fewstep.training.phase import PhaseRequest
+
+
+@final
+class CycleSettings(Settings):
+    """How the phases of a cycle are arranged."""
+
+    order: Literal["student_first", "fake_score_first"] = "student_first"
+    warmup_cycles: Annotated[int, Field(ge=0)] = Field(
+        0, description="first cycles that train the fake score only"
+    )
+    fake_batches: Literal["fresh", "reuse_student"] = Field(
+        "fresh",
+        description="fresh: every fake_score phase makes student samples of its own; "
+        "reuse_student: all phases of a cycle share one batch of them",
+    )
+
+
+def plan_cycle(
+    cycle: int, fake_updates_per_student: int, settings: CycleSettings
+) -> list[PhaseRequest]:
+    """The phases of one cycle, in order.
+
+    Args:
+        cycle: 1, 2, ...
+        fake_updates_per_student: K; 0 for methods without a fake score.
+        settings: order, warm-up and sharing.
+    """
+    shared = settings.fake_batches == "reuse_student"
+    phases = [
+        PhaseRequest(cycle, name, FAKE_SCORE, rollout=STUDENT if shared else name)
+        for name in (f"{FAKE_SCORE}/{k}" for k in range(fake_updates_per_student))
+    ]
+    if cycle > settings.warmup_cycles or fake_updates_per_student == 0:
+        student = PhaseRequest(cycle, STUDENT, STUDENT, rollout=STUDENT)
+        phases.insert(0 if settings.order == "student_first" else len(phases), student)
+    if shared and len(phases) > 1:
+        first = phases[0]
+        phases[0] = PhaseRequest(cycle, first.name, first.role, first.rollout, hands_over=True)
+    return phases

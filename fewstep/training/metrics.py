@@ -1,0 +1,229 @@
+"""Metrics: one series for each role, each with its own counter, to files and trackers."""
+
+from __future__ import annotations
+
+import json
+import os
+import time
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Annotated, Any, Protocol, final
+
+from pydantic import Field
+
+from fewstep.errors import UserError
+from fewstep.roles.role import FAKE_SCORE, STUDENT
+from fewstep.settings import Settings
+from fewstep.training.phase import PhaseResult
+
+
+@final
+class LoggingSettings(Settings):
+    """What is written down during a run."""
+
+    every: Annotated[int, Field(gt=0)] = Field(10, description="cycles between log entries")
+    tensorboard: bool = Field(True, description="write <run_dir>/tensorboard")
+    wandb_project: str | None = Field(
+        None, description="Weights & Biases project (needs the extra fewstep[wandb])"
+    )
+
+
+class MetricsSink(Protocol):
+    """Somewhere that metrics go."""
+
+    def write(self, series: str, step: int, cycle: int, values: Mapping[str, Any]) -> None:
+        """One entry of a series."""
+        ...
+
+    def close(self) -> None:
+        """Flush what is buffered."""
+        ...
+
+
+@final
+class JsonLinesSink:
+    """`metrics.jsonl`: one object a line. Entries after the resumed cycle are dropped."""
+
+    def __init__(self, file: Path, start_cycle: int) -> None:
+        """Open for appending, keeping the entries of cycles up to `start_cycle`."""
+        lines = file.read_text().splitlines(keepends=True) if file.exists() else []
+        kept = [line for line in lines if _cycle_of(line) <= start_cycle]
+        temporary = file.with_suffix(".tmp")
+        temporary.write_text("".join(kept))
+        os.replace(temporary, file)
+        self._stream = open(file, "a", buffering=1)  # noqa: SIM115 (closed by close)
+
+    def write(self, series: str, step: int, cycle: int, values: Mapping[str, Any]) -> None:
+        """See `MetricsSink.write`."""
+        entry = {"series": series, "cycle": cycle, "step": step, "time": time.time(), **values}
+        self._stream.write(json.dumps(entry) + "\n")
+
+    def close(self) -> None:
+        """See `MetricsSink.close`."""
+        self._stream.close()
+
+
+def _cycle_of(line: str) -> float:
+    try:
+        return float(json.loads(line)["cycle"])
+    except (ValueError, KeyError, TypeError):
+        return float("inf")
+
+
+@final
+class TensorBoardSink:
+    """Scalars named `<series>/<metric>` for TensorBoard."""
+
+    def __init__(self, directory: Path, start_cycle: int) -> None:
+        """Write events into `directory`."""
+        # Imported here: it takes a second, and not every command logs.
+        from torch.utils.tensorboard import SummaryWriter
+
+        self._writer: Any = SummaryWriter(directory, purge_step=start_cycle + 1)
+
+    def write(self, series: str, step: int, cycle: int, values: Mapping[str, Any]) -> None:
+        """See `MetricsSink.write`."""
+        for key, value in values.items():
+            if isinstance(value, int | float):
+                self._writer.add_scalar(f"{series}/{key}", value, step)
+            else:
+                self._writer.add_text(f"{series}/{key}", str(value), step)
+
+    def close(self) -> None:
+        """See `MetricsSink.close`."""
+        self._writer.close()
+
+
+@final
+class WandbSink:
+    """Weights & Biases; each series has its own step axis."""
+
+    def __init__(self, project: str, directory: Path) -> None:
+        """Start (or go on with) the tracker's run for this directory."""
+        try:
+            import wandb
+        except ImportError as error:
+            raise UserError(
+                "logging.wandb_project needs Weights & Biases: pip install 'fewstep[wandb]'"
+            ) from error
+        self._run = wandb.init(project=project, dir=str(directory), name=directory.name)
+
+    def write(self, series: str, step: int, cycle: int, values: Mapping[str, Any]) -> None:
+        """See `MetricsSink.write`."""
+        entry = {f"{series}/{key}": value for key, value in values.items()}
+        self._run.log({**entry, f"{series}/step": step, "cycle": cycle})
+
+    def close(self) -> None:
+        """See `MetricsSink.close`."""
+        self._run.finish()
+
+
+@final
+class Metrics:
+    """All sinks of a run as one."""
+
+    def __init__(self, sinks: Sequence[MetricsSink]) -> None:
+        """`sinks`: where every entry goes."""
+        self._sinks = list(sinks)
+
+    def write(self, series: str, step: int, cycle: int, values: Mapping[str, Any]) -> None:
+        """One entry of a series, to every sink."""
+        for sink in self._sinks:
+            sink.write(series, step, cycle, values)
+
+    def close(self) -> None:
+        """Close every sink."""
+        for sink in self._sinks:
+            sink.close()
+
+
+def open_metrics(settings: LoggingSettings, directory: Path, start_cycle: int) -> Metrics:
+    """The sinks that a recipe asks for; JSON lines always."""
+    sinks: list[MetricsSink] = [JsonLinesSink(directory / "metrics.jsonl", start_cycle)]
+    if settings.tensorboard:
+        sinks.append(TensorBoardSink(directory / "tensorboard", start_cycle))
+    if settings.wandb_project is not None:
+        sinks.append(WandbSink(settings.wandb_project, directory))
+    return Metrics(sinks)
+
+
+@final
+class LoggingHook:
+    """Writes every phase's metrics, and how the run as a whole goes, every few cycles."""
+
+    def __init__(self, metrics: Metrics, settings: LoggingSettings, last_cycle: int) -> None:
+        """`last_cycle` is logged whatever the interval."""
+        self._metrics = metrics
+        self._settings = settings
+        self._last_cycle = last_cycle
+        self._since = time.perf_counter()
+        self._cycles = 0
+
+    def after_cycle(self, cycle: int, results: Sequence[PhaseResult]) -> None:
+        """See `Hook`."""
+        self._cycles += 1
+        if cycle != self._last_cycle and cycle % self._settings.every != 0:
+            return
+        for result in results:
+            self._metrics.write(result.request.role, result.attempt, cycle, result.metrics)
+        self._metrics.write("run", cycle, cycle, self._run_values(results))
+        self._since, self._cycles = time.perf_counter(), 0
+
+    def _run_values(self, results: Sequence[PhaseResult]) -> dict[str, float]:
+        seconds = (time.perf_counter() - self._since) / self._cycles
+        values = {"seconds_per_cycle": seconds}
+        updates = {r.request.role: r.metrics["updates"] for r in results}
+        fake = [r for r in results if r.request.role == FAKE_SCORE]
+        if fake:
+            # Before its first update of the cycle, on samples it has not seen: how far it lags.
+            values["fake_score_loss_on_fresh_samples"] = fake[0].metrics["loss"]
+        if updates.get(FAKE_SCORE):
+            done = updates.get(STUDENT, 0)
+            values["student_updates_per_fake_update"] = done / updates[FAKE_SCORE]
+        return values
+
+
+@final
+class DriftMonitor:
+    """Warns when the student's clean samples leave the teacher's statistics."""
+
+    def __init__(self, metrics: Metrics, reference: Mapping[str, float]) -> None:
+        """`reference`: sample_std and sample_variance of teacher samples."""
+        self._metrics = metrics
+        self._reference = reference
+        self._warned: set[str] = set()
+        self.messages: list[str] = []
+
+    def after_cycle(self, cycle: int, results: Sequence[PhaseResult]) -> None:
+        """See `Hook`."""
+        for result in results:
+            if result.request.role == STUDENT and "sample_std" in result.metrics:
+                for kind, message in drift_warnings(result.metrics, self._reference).items():
+                    if kind not in self._warned:
+                        self._warned.add(kind)
+                        self.messages.append(f"cycle {cycle}: {message}")
+                        self._metrics.write("warning", cycle, cycle, {"message": message})
+
+
+def drift_warnings(values: Mapping[str, float], reference: Mapping[str, float]) -> dict[str, str]:
+    """What is wrong with samples of these statistics, by kind.
+
+    Args:
+        values: "sample_std" (over all entries) and "sample_variance" (mean of each sample's own).
+        reference: the same of the teacher's samples.
+    """
+    found = {}
+    std, expected = values["sample_std"], reference["sample_std"]
+    if std > 1.5 * expected:
+        found["saturation"] = (
+            f"the student's samples have standard deviation {std:.3g}, the teacher's "
+            f"{expected:.3g}: they drift towards saturation; lower the student's learning rate or "
+            f"the guidance, or raise method.fake_updates_per_student"
+        )
+    variance, usual = values["sample_variance"], reference["sample_variance"]
+    if variance < 0.25 * usual:
+        found["flat"] = (
+            f"the variance within each student sample is {variance:.3g}, the teacher's "
+            f"{usual:.3g}: the samples collapse to flat output"
+        )
+    return found

@@ -1,0 +1,130 @@
+"""Validation on a schedule, and the best student by the chosen metric."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Annotated, Any, Literal, final
+
+from pydantic import Field
+
+from fewstep.data.dataset import Dataset
+from fewstep.evaluation import Evaluator
+from fewstep.features import FeatureNetwork, InceptionFeatures, RawFeatures, train_digit_classifier
+from fewstep.methods.method import SamplerSpec
+from fewstep.roles.role import STUDENT, STUDENT_EMA, Roles
+from fewstep.sampling import balanced_labels, sample_role
+from fewstep.settings import Settings
+from fewstep.training.metrics import Metrics
+from fewstep.training.phase import PhaseResult
+
+FeatureKind = Literal["auto", "digits", "raw", "inception"]
+LARGER_IS_BETTER = ("precision", "recall", "density", "coverage", "class_accuracy")
+
+
+@final
+class ValidationSettings(Settings):
+    """How the student is judged while it is trained. Needs `data` to compare with."""
+
+    every: Annotated[int, Field(gt=0)] = Field(100, description="cycles between validations")
+    samples: Annotated[int, Field(ge=16)] = Field(500, description="student samples each time")
+    batch_size: Annotated[int, Field(gt=0)] = 250
+    seed: Annotated[int, Field(ge=0)] = Field(1, description="of the samples' noise")
+    metric: Literal[
+        "frechet_distance",
+        "kernel_distance",
+        "precision",
+        "recall",
+        "density",
+        "coverage",
+        "class_accuracy",
+    ] = Field("frechet_distance", description="decides which student is the best")
+    features: FeatureKind = Field(
+        "auto", description="what images are compared by; auto: the data set's own choice"
+    )
+
+
+def build_evaluator(dataset: Dataset, features: FeatureKind, data_name: str) -> Evaluator:
+    """An evaluator against real data; "auto" takes the digits' classifier for the digits."""
+    network: FeatureNetwork
+    if features == "digits" or (features == "auto" and data_name == "digits"):
+        network = train_digit_classifier()
+    elif features == "inception":
+        network = InceptionFeatures()
+    else:
+        network = RawFeatures()
+    return Evaluator(dataset.samples, dataset.labels, network)
+
+
+def sampled_role(roles: Roles) -> str:
+    """The role that stands for the result: student_ema where there is one."""
+    return STUDENT_EMA if STUDENT_EMA in roles else STUDENT
+
+
+@final
+class ValidationHook:
+    """Samples the student, measures, and remembers the best cycle."""
+
+    def __init__(
+        self,
+        settings: ValidationSettings,
+        roles: Roles,
+        spec: SamplerSpec,
+        evaluator: Evaluator,
+        metrics: Metrics,
+        last_cycle: int,
+        best: dict[str, Any] | None,
+        on_best: Callable[[int, dict[str, Any]], None],
+    ) -> None:
+        """Prepare to validate.
+
+        Args:
+            settings: schedule and metric.
+            roles: holds the student.
+            spec: how it is sampled.
+            evaluator: knows the real data.
+            metrics: where results go.
+            last_cycle: is validated whatever the schedule.
+            best: the best so far, of a resumed run.
+            on_best: called with the cycle and {"cycle", "metric", "value"} of a new best.
+        """
+        self._settings = settings
+        self._roles = roles
+        self._spec = spec
+        self._evaluator = evaluator
+        self._metrics = metrics
+        self._last_cycle = last_cycle
+        self.best = best
+        self._on_best = on_best
+
+    def after_cycle(self, cycle: int, results: Sequence[PhaseResult]) -> None:
+        """See `Hook`."""
+        if cycle != self._last_cycle and cycle % self._settings.every != 0:
+            return
+        values = self.validate()
+        self._metrics.write("validation", cycle, cycle, values)
+        value = values[self._settings.metric]
+        if value is not None and self._improves(value):
+            self.best = {"cycle": cycle, "metric": self._settings.metric, "value": value}
+            self._on_best(cycle, self.best)
+
+    def validate(self) -> dict[str, Any]:
+        """Metrics of the student as it is now."""
+        s = self._settings
+        labels = balanced_labels(self._roles.model.classes, s.samples)
+        samples = sample_role(
+            self._roles,
+            sampled_role(self._roles),
+            self._spec,
+            s.samples,
+            labels=labels,
+            seed=s.seed,
+            batch_size=s.batch_size,
+        )
+        return dict(self._evaluator.evaluate(samples.images, labels).as_dict())
+
+    def _improves(self, value: float) -> bool:
+        if self.best is None:
+            return True
+        if self._settings.metric in LARGER_IS_BETTER:
+            return bool(value > self.best["value"])
+        return bool(value < self.best["value"])
