@@ -1,1 +1,40 @@
-"""Fewstep: distil a diffusion or flow-matching teacher into a one- to eight-step student."""
+"""Fewstep: distil a diffusion or flow-matching teacher into a one- to eight-step student.
+
+In a notebook:
+
+    import fewstep
+
+    recipe = fewstep.load_recipe("recipes/digits/student.yaml", ["train.cycles=100"])
+    run = fewstep.train(recipe, on_cycle=lambda cycle, results: print(cycle))
+    images = run.sample(classes=[3, 1, 4]).images
+"""
+
+from fewstep.comparison import evaluate_sources, write_comparison
+from fewstep.config import Recipe, load_recipe, parse_recipe
+from fewstep.data.dataset import Dataset
+from fewstep.errors import TrainingError, UserError
+from fewstep.export import export_run
+from fewstep.launch.local import train
+from fewstep.models.model import Model
+from fewstep.models.module import ModuleModel
+from fewstep.run import Run, open_run
+from fewstep.source import open_source, run_source
+
+__all__ = [
+    "Dataset",
+    "Model",
+    "ModuleModel",
+    "Recipe",
+    "Run",
+    "TrainingError",
+    "UserError",
+    "evaluate_sources",
+    "export_run",
+    "load_recipe",
+    "open_run",
+    "open_source",
+    "parse_recipe",
+    "run_source",
+    "train",
+    "write_comparison",
+]

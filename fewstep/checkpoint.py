@@ -55,14 +55,34 @@ def checkpoint_cycle(checkpoint: Path) -> int:
     return int(match.group(1))
 
 
+def is_complete(checkpoint: Path) -> bool:
+    """Whether it was published whole: a manifest is the last thing written, the first removed.
+
+    A file that went missing or changed later is damage, for `load_checkpoint` to report: an older
+    checkpoint is not silently taken instead.
+    """
+    return (checkpoint / MANIFEST).is_file()
+
+
 def read_manifest(checkpoint: Path) -> dict[str, dict[str, Any]] | None:
-    """File -> size and SHA-256, or None where the checkpoint is not complete."""
-    try:
-        files: dict[str, dict[str, Any]] = json.loads((checkpoint / MANIFEST).read_text())["files"]
-        complete = all((checkpoint / f).stat().st_size == e["size"] for f, e in files.items())
-    except (OSError, ValueError, KeyError, TypeError):
+    """File -> size and SHA-256, or None where the checkpoint is not complete.
+
+    Raises:
+        UserError: where the manifest is damaged.
+    """
+    file = checkpoint / MANIFEST
+    if not is_complete(checkpoint):
         return None
-    return files if complete else None
+    try:
+        files = json.loads(file.read_text())["files"]
+        return {f: {"size": e["size"], "sha256": e["sha256"]} for f, e in files.items()}
+    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
+        raise UserError(f"{file} is damaged and cannot be read: {error}{_go_back(file)}") from error
+
+
+def _go_back(file: Path) -> str:
+    checkpoint = next(p for p in file.parents if _NAME.fullmatch(p.name) or p == p.parent)
+    return f". Remove {checkpoint} to go on from the checkpoint before it"
 
 
 def complete_checkpoints(run_directory: Path) -> list[Path]:
@@ -70,7 +90,7 @@ def complete_checkpoints(run_directory: Path) -> list[Path]:
     found = [
         path
         for path in checkpoints_directory(run_directory).glob("cycle_*")
-        if _NAME.fullmatch(path.name) and read_manifest(path) is not None
+        if _NAME.fullmatch(path.name) and is_complete(path)
     ]
     return sorted(found, key=checkpoint_cycle)
 
@@ -119,7 +139,7 @@ def best_checkpoint(run_directory: Path) -> Path:
             f"{run_directory} has no best checkpoint: no validation was run; use 'latest'"
         )
     path = checkpoint_path(run_directory, best["cycle"])
-    if read_manifest(path) is None:
+    if not is_complete(path):
         raise UserError(f"the best checkpoint {path} is missing or incomplete")
     return path
 
@@ -168,7 +188,7 @@ def save_checkpoint(
         for directory in (temporary / "networks", temporary / "optimizers", temporary):
             sync_directory(directory)
         if target.exists():
-            shutil.rmtree(target)
+            remove_checkpoint(target)
         os.rename(temporary, target)
         sync_directory(target.parent)
     return target
@@ -192,25 +212,26 @@ def load_checkpoint(checkpoint: Path) -> dict[str, Any]:
 
 def verify_checkpoint(checkpoint: Path) -> None:
     """Compare every file with the manifest; raises UserError naming what is wrong."""
-    try:
-        files = json.loads((checkpoint / MANIFEST).read_text())["files"]
-    except (OSError, ValueError, KeyError) as error:
-        raise UserError(f"{checkpoint} has no readable {MANIFEST}: it is incomplete") from error
+    files = read_manifest(checkpoint)
+    if files is None:
+        raise UserError(f"{checkpoint} has no {MANIFEST}: it is incomplete")
     present = {str(f.relative_to(checkpoint)) for f in checkpoint.rglob("*") if f.is_file()} - {
         MANIFEST
     }
     if missing := sorted(set(files) - present):
-        raise UserError(f"{checkpoint} lacks {', '.join(missing)}")
+        names = ", ".join(missing)
+        raise UserError(f"{checkpoint} lacks {names}{_go_back(checkpoint / MANIFEST)}")
     if extra := sorted(present - set(files)):
         raise UserError(f"{checkpoint} has files that its manifest does not list: {extra}")
     for name, entry in files.items():
         file = checkpoint / name
         if file.stat().st_size != entry["size"]:
-            raise UserError(f"{file} has {file.stat().st_size} bytes instead of {entry['size']}")
+            raise UserError(
+                f"{file} has {file.stat().st_size} bytes instead of {entry['size']}{_go_back(file)}"
+            )
         if digest(file) != entry["sha256"]:
             raise UserError(
-                f"{file} is damaged: its SHA-256 differs from the manifest's. Remove "
-                f"{checkpoint} to go on from the checkpoint before it"
+                f"{file} is damaged: its SHA-256 differs from the manifest's{_go_back(file)}"
             )
 
 
@@ -219,16 +240,21 @@ def prune_checkpoints(run_directory: Path, keep: int) -> None:
     best = read_best(run_directory)
     for path in complete_checkpoints(run_directory)[:-keep]:
         if best is None or best["cycle"] != checkpoint_cycle(path):
-            # Without its manifest it no longer counts, so a kill half-way does no harm.
-            (path / MANIFEST).unlink()
-            shutil.rmtree(path)
+            remove_checkpoint(path)
+
+
+def remove_checkpoint(checkpoint: Path) -> None:
+    """Remove a checkpoint; without its manifest it no longer counts if this is cut short."""
+    (checkpoint / MANIFEST).unlink(missing_ok=True)
+    shutil.rmtree(checkpoint)
 
 
 def remove_leftovers(run_directory: Path) -> None:
     """Remove what a killed process left: temporary directories and incomplete checkpoints."""
     directory = checkpoints_directory(run_directory)
+    (directory / "best.tmp").unlink(missing_ok=True)
     for path in [*directory.glob(".cycle_*.tmp"), *directory.glob("cycle_*")]:
-        if not (path / MANIFEST).exists() or path.name.endswith(".tmp"):
+        if not is_complete(path) or path.name.endswith(".tmp"):
             shutil.rmtree(path)
 
 
@@ -238,8 +264,9 @@ def write_tensors(file: Path, tensors: Mapping[str, Tensor]) -> None:
     whole = {}
     for key, value in tensors.items():
         value = value.detach().cpu().contiguous()
-        whole[key] = value.clone() if value.data_ptr() in seen else value
-        seen.add(value.data_ptr())
+        memory = value.untyped_storage().data_ptr()
+        whole[key] = value.clone() if memory in seen else value
+        seen.add(memory)
     save_file(whole, file)
     with open(file, "rb") as stream:
         os.fsync(stream.fileno())

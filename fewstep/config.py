@@ -141,6 +141,8 @@ def load_recipe(file: Path | str, overrides: Sequence[str] = ()) -> Recipe:
         raise UserError(f"{file} is not valid YAML: {error}") from error
     except (omegaconf.errors.OmegaConfBaseException, OSError, UnicodeDecodeError) as error:
         raise UserError(f"{file}: {error}") from error
+    except TypeError as error:
+        raise UserError(f"{file}: a recipe is a mapping of sections: {error}") from error
     return parse_recipe(values, str(file))
 
 
@@ -182,10 +184,12 @@ def dump_recipe(recipe: Recipe) -> str:
 
 def describe_problem(problem: dict[str, Any]) -> str:
     """One validation problem in words: key, value, and what would be right."""
-    location = [str(part) for part in problem["loc"] if str(part) not in TAGS]
+    location, tag = [str(part) for part in problem["loc"]], None
+    if len(location) > 1 and location[0] in ("method", "model"):
+        tag = location.pop(1)
     key = ".".join(location) or "recipe"
     if problem["type"] == "extra_forbidden":
-        return f"{key}: there is no such key{suggest(location)}"
+        return f"{key}: there is no such key{suggest(location, tag)}"
     if problem["type"] == "missing":
         return f"{key}: is missing"
     if problem["type"] in ("union_tag_invalid", "union_tag_not_found"):
@@ -199,20 +203,21 @@ def describe_problem(problem: dict[str, Any]) -> str:
     return f"{key}: {problem.get('input')!r} is given; it should be {message}"
 
 
-TAGS = {*METHODS, *FAMILIES}
+def suggest(location: Sequence[str], tag: str | None = None) -> str:
+    """Which key may have been meant: a sibling, or one of that name elsewhere.
 
-
-def suggest(location: Sequence[str]) -> str:
-    """Which key may have been meant: a sibling, or one of that name elsewhere."""
-    keys = all_keys(Recipe)
+    `tag`: the method or model family that the recipe has chosen; keys of others do not count.
+    """
+    keys, wrong, top = all_keys(Recipe), location[-1], location[0]
+    chosen = {**METHODS, **FAMILIES}.get(tag or "")
+    if chosen is not None:
+        keys = [k for k in keys if not k.startswith(f"{top}.")] + all_keys(chosen, f"{top}.")
     parent = ".".join(location[:-1])
-    siblings = [k for k in keys if k.rpartition(".")[0] == parent]
-    names = {k.rpartition(".")[2]: k for k in siblings}
-    if close := difflib.get_close_matches(location[-1], names, n=1):
-        return f"; did you mean {names[close[0]]}?"
+    names = {k.rpartition(".")[2]: k for k in keys if k.rpartition(".")[0] == parent}
     elsewhere = {k.rpartition(".")[2]: k for k in reversed(keys)}
-    if close := difflib.get_close_matches(location[-1], elsewhere, n=1, cutoff=0.8):
-        return f"; did you mean {elsewhere[close[0]]}?"
+    for known, cutoff in ((names, 0.75), (elsewhere, 1.0), (names, 0.6), (elsewhere, 0.8)):
+        if close := difflib.get_close_matches(wrong, known, n=1, cutoff=cutoff):
+            return f"; did you mean {known[close[0]]}?"
     return f"; known here: {', '.join(sorted(names))}" if names else ""
 
 
@@ -254,9 +259,8 @@ def fingerprint(recipe: Recipe) -> dict[str, Any]:
     }
 
 
-def check_fingerprint(saved: Mapping[str, Any], recipe: Recipe, where: Path) -> None:
+def check_fingerprint(saved: Mapping[str, Any], current: Mapping[str, Any], where: Path) -> None:
     """Raise UserError listing every key whose value differs from that of the saved run."""
-    current = fingerprint(recipe)
     changed = [
         f"  {key}: was {saved.get(key, '(absent)')!r}, is {current.get(key, '(absent)')!r}"
         for key in sorted({*saved, *current})

@@ -46,13 +46,14 @@ class Run:
         recipe: resolved.
         worker: holds roles and method.
         cycle: the last one that the weights have seen.
-        complete: whether all cycles of the recipe are done.
+        cycles_run: how many of them were run by this call of `train`.
     """
 
     directory: Path
     recipe: Recipe
     worker: Worker
     cycle: int
+    cycles_run: int = 0
 
     @property
     def roles(self) -> Roles:
@@ -150,12 +151,12 @@ def resolve_recipe(recipe: Recipe) -> Recipe:
     source = Path(settings.weights)
     if is_run_directory(source):
         trained = load_recipe(source / RECIPE).model
-        given = settings.model_dump(exclude_unset=True, exclude={"weights", "family"})
-        for key, value in trained.model_dump(exclude={"weights", "family"}).items():
-            if key in given and given[key] not in (None, value):
-                raise UserError(
-                    f"model.{key} is {given[key]!r}, but {source} was trained with {value!r}"
-                )
+        for key in settings.model_fields_set - {"weights"}:
+            given, value = getattr(settings, key), getattr(trained, key, None)
+            if given is not None and given != value:
+                raise UserError(f"model.{key} is {given!r}, but {source} was trained with {value!r}")
+        if not isinstance(trained, DiTSettings):
+            raise UserError(f"model.family is 'dit', but {source} was trained with another")
         settings = trained.model_copy(update={"weights": settings.weights})
     else:
         settings = settings.with_network_of(source)

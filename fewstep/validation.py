@@ -93,7 +93,8 @@ class ValidationHook:
         self._evaluator = evaluator
         self._metrics = metrics
         self._last_cycle = last_cycle
-        self.best = best
+        # Figures of another metric, that of the run before it was resumed, do not compare.
+        self.best = best if best is not None and best["metric"] == settings.metric else None
         self._on_best = on_best
 
     def after_cycle(self, cycle: int, results: Sequence[PhaseResult]) -> None:

@@ -50,4 +50,9 @@ class DataSettings(Settings):
 
     def load(self) -> Dataset | None:
         """The data set, or None for "none" and "custom"."""
-        return Dataset(*load_digits()) if self.name == "digits" else None
+        return load_dataset(self.name)
+
+
+def load_dataset(name: str) -> Dataset | None:
+    """A data set by its name in recipes; None where it is not one that Fewstep can load."""
+    return Dataset(*load_digits()) if name == "digits" else None

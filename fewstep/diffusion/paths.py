@@ -121,10 +121,11 @@ class VariancePreserving(Path):
             self.train_timesteps, self.beta_start, self.beta_end, self.beta_schedule
         ).to(sigma.device)
         position = sigma.double() * self.train_timesteps
-        # Float32 sigmas of table entries land within rounding of a whole position: snap those,
-        # so that the entry is met exactly.
+        # Sigmas of table entries land within their own rounding of a whole position: snap those,
+        # so that the entry is met exactly. Relative, so that no sigma but 0 becomes clean.
         nearest = position.round()
-        position = torch.where((position - nearest).abs() < 1e-4, nearest, position)
+        rounding = min(torch.finfo(sigma.dtype).eps, 2.0**-23) * position
+        position = torch.where((position - nearest).abs() <= rounding, nearest, position)
         low = position.floor().clamp(0, self.train_timesteps - 1).long()
         weight = position - low
         return torch.lerp(table[low], table[low + 1], weight)

@@ -9,9 +9,10 @@ from torch import Tensor
 def shift_sigma(sigma: Tensor, shift: float) -> Tensor:
     """Move sigmas towards noise: shift * sigma / (1 + (shift - 1) * sigma).
 
-    SD3 (arXiv 2403.03206, eq. 23). Any shape; shift 1 is the identity.
+    SD3 (arXiv 2403.03206, eq. 23). Any shape; shift 1 is the identity. The denominator is
+    written so that 1 stays exactly 1.
     """
-    return shift * sigma / (1 + (shift - 1) * sigma)
+    return shift * sigma / (shift * sigma + (1 - sigma))
 
 
 def few_step_grid(steps: int, shift: float = 1.0) -> tuple[float, ...]:

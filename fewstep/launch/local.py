@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import json
 import os
 from collections.abc import Callable, Sequence
@@ -12,7 +13,9 @@ import torch
 
 from fewstep.checkpoint import (
     checkpoint_cycle,
+    checkpoint_path,
     complete_checkpoints,
+    is_complete,
     latest_checkpoint,
     load_checkpoint,
     prune_checkpoints,
@@ -22,6 +25,7 @@ from fewstep.checkpoint import (
     write_best,
 )
 from fewstep.config import Recipe, check_fingerprint, dump_recipe, fingerprint
+from fewstep.data.batches import DataBatches
 from fewstep.data.dataset import Dataset
 from fewstep.diffusion.timesteps import few_step_grid
 from fewstep.errors import UserError
@@ -36,6 +40,8 @@ from fewstep.training.metrics import DriftMonitor, LoggingHook, Metrics, open_me
 from fewstep.training.phase import PhaseResult
 from fewstep.training.worker import Worker
 from fewstep.validation import ValidationHook, build_evaluator
+
+FINGERPRINT = "fingerprint.json"
 
 OnCycle = Callable[[int, Sequence[PhaseResult]], None]
 
@@ -72,6 +78,7 @@ def train(
     directory = Path(recipe.run_dir)
     check_directory(directory, resume)
     model = model or recipe.model.build()
+    recipe.method.build().check(model)
     dataset = data if data is not None else recipe.data.load()
     if dataset is None and (recipe.data.name == "custom" or recipe.validation is not None):
         raise UserError("data: the recipe needs a data set; pass it as train(recipe, data=...)")
@@ -96,7 +103,7 @@ def train(
             saver.save(done)
     finally:
         metrics.close()
-    return Run(directory, recipe, worker, done)
+    return Run(directory, recipe, worker, done, cycles_run=done - start)
 
 
 def check_runtime(recipe: Recipe) -> None:
@@ -118,12 +125,18 @@ def check_directory(directory: Path, resume: bool) -> None:
         latest_checkpoint(directory)
     elif is_run_directory(directory):
         cycles = [checkpoint_cycle(c) for c in complete_checkpoints(directory)]
-        state = f"up to cycle {cycles[-1]}" if cycles else "without a checkpoint"
+        if not cycles:
+            raise UserError(
+                f"run_dir: {directory} holds a run already, which ended before its first "
+                f"checkpoint; remove it, or choose another directory with --run-dir"
+            )
         raise UserError(
-            f"run_dir: {directory} holds a run already ({state}); go on with --resume, or choose "
-            f"another directory with --run-dir"
+            f"run_dir: {directory} holds a run already (up to cycle {cycles[-1]}); go on with "
+            f"--resume, or choose another directory with --run-dir"
         )
     parent = next(p for p in [directory, *directory.parents] if p.exists())
+    if not parent.is_dir():
+        raise UserError(f"run_dir: {directory} cannot be made: {parent} is a file")
     if not os.access(parent, os.W_OK):
         raise UserError(f"run_dir: {directory} cannot be written (no permission for {parent})")
 
@@ -135,11 +148,23 @@ def restore(directory: Path, recipe: Recipe, worker: Worker) -> int:
         UserError: where it is damaged, or the recipe has changed in a way that matters.
     """
     checkpoint = latest_checkpoint(directory)
-    saved = json.loads((checkpoint / "fingerprint.json").read_text())
-    check_fingerprint(saved, recipe, checkpoint)
     state = load_checkpoint(checkpoint)
+    saved = json.loads((checkpoint / FINGERPRINT).read_text())
+    check_fingerprint(saved, run_fingerprint(recipe, worker), checkpoint)
     worker.load_state_dict(state)
     return int(state["cycle"])
+
+
+def run_fingerprint(recipe: Recipe, worker: Worker) -> dict[str, Any]:
+    """What must not change: of the recipe, and of the data that the run trains on."""
+    found = fingerprint(recipe)
+    if isinstance(worker.batches, DataBatches):
+        dataset, content = worker.batches.dataset, hashlib.sha256()
+        for tensor in (dataset.samples, dataset.labels):
+            if tensor is not None:
+                content.update(tensor.detach().cpu().contiguous().numpy())
+        found["data.sha256"] = content.hexdigest()
+    return found
 
 
 def write_recipe(directory: Path, recipe: Recipe) -> None:
@@ -169,7 +194,7 @@ def build_hooks(
                 build_evaluator(dataset, recipe.validation.features, recipe.data.name),
                 metrics,
                 last,
-                read_best(run.directory),
+                known_best(run.directory),
                 saver.save_best,
             )
         )
@@ -178,10 +203,20 @@ def build_hooks(
     return [*hooks, saver]
 
 
+def known_best(directory: Path) -> dict[str, Any] | None:
+    """The best validation so far, unless its checkpoint is gone."""
+    best = read_best(directory)
+    if best is None or not is_complete(checkpoint_path(directory, best["cycle"])):
+        return None
+    return best
+
+
 def teacher_statistics(run: Run, count: int = 64, steps: int = 16) -> dict[str, float]:
     """Moments of the teacher's own samples, which the student's are held against."""
     guidance = getattr(run.recipe.method, "guidance", 1.0)
-    spec = SamplerSpec(few_step_grid(steps), "euler", guidance)
+    # From where the student starts: an eps network says nothing of a sample that is all noise.
+    first = run.method.sampler().sigmas[0]
+    spec = SamplerSpec(tuple(first * s for s in few_step_grid(steps)), "euler", guidance)
     labels = balanced_labels(run.roles.model.classes, count)
     images = sample_role(run.roles, TEACHER_SCORE, spec, count, labels=labels).images
     moments = {key: float(value) for key, value in sample_statistics(images).items()}
@@ -210,6 +245,7 @@ class CheckpointHook:
         """`run`: whose state is saved."""
         self._run = run
         self._saved: int | None = None
+        self._fingerprint = json.dumps(run_fingerprint(run.recipe, run.worker), indent=1)
 
     def after_cycle(self, cycle: int, results: Sequence[PhaseResult]) -> None:
         """See `Hook`."""
@@ -228,7 +264,7 @@ class CheckpointHook:
             recipe = self._run.recipe
             documents = {
                 RECIPE: dump_recipe(recipe),
-                "fingerprint.json": json.dumps(fingerprint(recipe), indent=1),
+                FINGERPRINT: self._fingerprint,
             }
             save_checkpoint(self._run.directory, cycle, self._run.worker.state_dict(), documents)
             self._saved = cycle

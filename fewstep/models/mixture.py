@@ -105,16 +105,16 @@ class MixtureNetwork(nn.Module):
     """The exact teacher as a network: no parameters, output of the wanted kind."""
 
     def __init__(self, means: Tensor, std: float, path: Path, prediction: PredictionKind) -> None:
-        """`means`: [K, D]."""
+        """`means`: [K, D] float64; used in the precision of the samples."""
         super().__init__()
-        self.register_buffer("means", means.to(torch.get_default_dtype()))
+        self.register_buffer("means", means)
         self.std = std
         self.path = path
         self.prediction = prediction
 
     def forward(self, x: Tensor, sigma: Tensor) -> Tensor:
         """x: [B, D], sigma: [B] -> [B, D]."""
-        means = self.get_buffer("means")
+        means = self.get_buffer("means").to(x.dtype)
         x0 = mixture_x0(x, sigma, means, self.std, self.path)
         return convert("x0", self.prediction, x0, x, sigma, self.path)
 

@@ -109,11 +109,13 @@ class Denoiser:
         model: the adapter.
         network: the module that holds the role's weights.
         check_active: raises if another role has been activated on the same module.
+        check_backward: called in the backward pass; raises if another role is in use there.
     """
 
     model: Model
     network: nn.Module
     check_active: Callable[[], None]
+    check_backward: Callable[[], None] = lambda: None
 
     def __call__(self, x: Tensor, sigma: Tensor, condition: Condition) -> Prediction:
         """One network call.
@@ -125,6 +127,10 @@ class Denoiser:
         """
         self.check_active()
         output = self.model.forward(self.network, x, sigma.expand(len(x)), condition)
+        if output.requires_grad:
+            # Checkpointed layers run forward again in the backward pass: with another adapter
+            # in force then, all gradients would exist, and be wrong.
+            output.register_hook(lambda gradient: self.check_backward())
         return Prediction(self.model.prediction, output, x, sigma, self.model.path)
 
     def guided(self, x: Tensor, sigma: Tensor, condition: Condition, scale: float) -> Prediction:

@@ -167,17 +167,24 @@ class Roles(Mapping[str, Role]):
         """
         role = self._roles[name]
         network = self.storage.module(name)
-        previous, was_training = self._active, network.training
-        if was_training:
+        previous = self._active
+        # A network is in eval mode unless its owner has put it into train mode.
+        modes = [(m, m.training) for m in network.modules()] if network.training else []
+        if modes:
             network.eval()
         self._activate(name)
         try:
             with torch.set_grad_enabled(role.trainable and torch.is_grad_enabled()):
-                yield Denoiser(self.model, network, lambda: self._check_active(name))
+                yield Denoiser(
+                    self.model,
+                    network,
+                    lambda: self._check_active(name),
+                    lambda: self._check_backward(name),
+                )
         finally:
             self._activate(previous)
-            if was_training:
-                network.train()
+            for module, training in modes:
+                module.training = training
 
     def _activate(self, name: str | None) -> None:
         self._active = name
@@ -188,6 +195,13 @@ class Roles(Mapping[str, Role]):
             raise TrainingError(
                 f"the network was called as {name!r} while {self._active or 'no role'!r} was in "
                 f"use: call it inside `with roles.use({name!r})`"
+            )
+
+    def _check_backward(self, name: str) -> None:
+        if self._active not in (None, name):
+            raise TrainingError(
+                f"the backward pass of {name} was run while {self._active} was in use: run it "
+                f"inside `with roles.use({name!r})`"
             )
 
     def check_gradients(self, active: str) -> None:

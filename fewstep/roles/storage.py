@@ -109,6 +109,7 @@ class SharedBase(Storage):
         self.networks = {"base": base}
         self.adapters = tuple(adapters)
         base.requires_grad_(False)
+        frozen = {id(p) for p in base.parameters()}
         with warnings.catch_warnings():
             # Several adapters on one network are what this class is for.
             warnings.filterwarnings("ignore", message="Already found a `peft_config`")
@@ -119,15 +120,14 @@ class SharedBase(Storage):
             name: {
                 key: parameter
                 for key, parameter in base.named_parameters()
-                if name in key.split(".")
+                if id(parameter) not in frozen and adapter_of(key) == name
             }
             for name in self.adapters
         }
-        adapted = {id(p) for own in self._parameters.values() for p in own.values()}
         self._parameters[self.base_role] = {
             key: parameter
             for key, parameter in base.named_parameters()
-            if id(parameter) not in adapted
+            if id(parameter) in frozen
         }
         first = self._parameters[self.adapters[0]]
         for name in self.adapters:
@@ -159,6 +159,8 @@ class SharedBase(Storage):
             if adapter is not None:
                 layer.merge(adapter_names=[adapter])
             network.set_submodule(name, layer.get_base_layer())
+        # What PEFT leaves on a network would make others take it for an adapted one.
+        network.__dict__.pop("peft_config", None)
         return network.requires_grad_(False)
 
     def activate(self, role: str | None) -> None:
@@ -169,6 +171,16 @@ class SharedBase(Storage):
             # Straight into the instance: nn.Module's attribute setter costs ten times as much.
             layer.__dict__["_active_adapter"] = active
             layer.__dict__["_disable_adapters"] = adapter is None
+
+
+def adapter_of(key: str) -> str:
+    """The adapter that a LoRA tensor belongs to: `....to_q.lora_A.student.weight` -> student.
+
+    The last such part counts: the network's own modules may be named like a role.
+    """
+    parts = key.split(".")
+    kind = max(i for i, part in enumerate(parts) if part.startswith("lora_"))
+    return parts[kind + 1]
 
 
 def check_targets(network: nn.Module, targets: Sequence[str]) -> None:
@@ -193,7 +205,7 @@ def build_shared_base(
     """
     targets = settings.targets if settings.targets is not None else model.lora_targets
     check_targets(base, targets)
-    lora = LoraConfig(r=settings.rank, lora_alpha=settings.alpha, target_modules=list(targets))  # type: ignore[arg-type]
+    lora = LoraConfig(r=settings.rank, lora_alpha=settings.alpha, target_modules=list(targets))
     return SharedBase(base, adapters, lora)
 
 

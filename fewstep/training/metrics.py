@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
+import logging
 import os
 import time
 from collections.abc import Mapping, Sequence
@@ -15,6 +17,8 @@ from fewstep.errors import UserError
 from fewstep.roles.role import FAKE_SCORE, STUDENT
 from fewstep.settings import Settings
 from fewstep.training.phase import PhaseResult
+
+logger = logging.getLogger("fewstep")
 
 
 @final
@@ -51,16 +55,23 @@ class JsonLinesSink:
         temporary = file.with_suffix(".tmp")
         temporary.write_text("".join(kept))
         os.replace(temporary, file)
+        self._file = file
+        self.kept = [json.loads(line) for line in kept]
         self._stream = open(file, "a", buffering=1)  # noqa: SIM115 (closed by close)
 
     def write(self, series: str, step: int, cycle: int, values: Mapping[str, Any]) -> None:
         """See `MetricsSink.write`."""
         entry = {"series": series, "cycle": cycle, "step": step, "time": time.time(), **values}
-        self._stream.write(json.dumps(entry) + "\n")
+        try:
+            self._stream.write(json.dumps(entry) + "\n")
+        except OSError as error:
+            raise UserError(f"{self._file} could not be written: {error}") from error
 
     def close(self) -> None:
         """See `MetricsSink.close`."""
-        self._stream.close()
+        # What a full disk has left in the buffer was reported by `write`.
+        with contextlib.suppress(OSError):
+            self._stream.close()
 
 
 def _cycle_of(line: str) -> float:
@@ -74,20 +85,33 @@ def _cycle_of(line: str) -> float:
 class TensorBoardSink:
     """Scalars named `<series>/<metric>` for TensorBoard."""
 
-    def __init__(self, directory: Path, start_cycle: int) -> None:
-        """Write events into `directory`."""
+    def __init__(self, directory: Path, kept: Sequence[Mapping[str, Any]]) -> None:
+        """Write events into `directory`, starting with the entries of a resumed run.
+
+        Every series counts its own steps, which TensorBoard's `purge_step` cannot tell apart: it
+        would hide most of the fake score's. So a resumed run's events are written anew.
+        """
         # Imported here: it takes a second, and not every command logs.
         from torch.utils.tensorboard import SummaryWriter
 
-        self._writer: Any = SummaryWriter(directory, purge_step=start_cycle + 1)
+        for old in directory.glob("events.out.tfevents.*"):
+            old.unlink()
+        self._writer: Any = SummaryWriter(directory)
+        for entry in kept:
+            values = dict(entry)
+            series, step, _ = values.pop("series"), values.pop("step"), values.pop("cycle")
+            self._add(series, step, values, values.pop("time"))
 
     def write(self, series: str, step: int, cycle: int, values: Mapping[str, Any]) -> None:
         """See `MetricsSink.write`."""
+        self._add(series, step, values, time.time())
+
+    def _add(self, series: str, step: int, values: Mapping[str, Any], when: float) -> None:
         for key, value in values.items():
             if isinstance(value, int | float):
-                self._writer.add_scalar(f"{series}/{key}", value, step)
-            else:
-                self._writer.add_text(f"{series}/{key}", str(value), step)
+                self._writer.add_scalar(f"{series}/{key}", value, step, walltime=when)
+            elif value is not None:
+                self._writer.add_text(f"{series}/{key}", str(value), step, walltime=when)
 
     def close(self) -> None:
         """See `MetricsSink.close`."""
@@ -139,9 +163,10 @@ class Metrics:
 
 def open_metrics(settings: LoggingSettings, directory: Path, start_cycle: int) -> Metrics:
     """The sinks that a recipe asks for; JSON lines always."""
-    sinks: list[MetricsSink] = [JsonLinesSink(directory / "metrics.jsonl", start_cycle)]
+    lines = JsonLinesSink(directory / "metrics.jsonl", start_cycle)
+    sinks: list[MetricsSink] = [lines]
     if settings.tensorboard:
-        sinks.append(TensorBoardSink(directory / "tensorboard", start_cycle))
+        sinks.append(TensorBoardSink(directory / "tensorboard", lines.kept))
     if settings.wandb_project is not None:
         sinks.append(WandbSink(settings.wandb_project, directory))
     return Metrics(sinks)
@@ -192,7 +217,6 @@ class DriftMonitor:
         self._metrics = metrics
         self._reference = reference
         self._warned: set[str] = set()
-        self.messages: list[str] = []
 
     def after_cycle(self, cycle: int, results: Sequence[PhaseResult]) -> None:
         """See `Hook`."""
@@ -201,7 +225,7 @@ class DriftMonitor:
                 for kind, message in drift_warnings(result.metrics, self._reference).items():
                     if kind not in self._warned:
                         self._warned.add(kind)
-                        self.messages.append(f"cycle {cycle}: {message}")
+                        logger.warning("cycle %d: %s", cycle, message)
                         self._metrics.write("warning", cycle, cycle, {"message": message})
 
 

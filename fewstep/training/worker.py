@@ -13,7 +13,7 @@ from torch import Tensor
 
 from fewstep.data.batches import Batch, BatchSource
 from fewstep.diffusion.draw import Draw
-from fewstep.errors import TrainingError
+from fewstep.errors import TrainingError, UserError
 from fewstep.methods.method import Method, PhaseLoss
 from fewstep.roles.role import STUDENT, Role, Roles
 from fewstep.settings import Settings
@@ -161,7 +161,22 @@ class Worker:
         }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Put back what `state_dict` gave; every key must be there and none be left over."""
+        """Put back what `state_dict` gave; every key must be there and none be left over.
+
+        Raises:
+            UserError: where networks, optimizers or roles are missing or left over.
+        """
+        own = self.state_dict()
+        for what, found, needed in (
+            ("networks", state["networks"], own["networks"]),
+            ("optimizers", state["optimizers"], own["optimizers"]),
+            ("roles", state["counters"]["roles"], own["counters"]["roles"]),
+        ):
+            if set(found) != set(needed):
+                raise UserError(
+                    f"the saved {what} are {', '.join(sorted(found)) or 'none'}, but the run has "
+                    f"{', '.join(sorted(needed))}"
+                )
         for name, network in self.roles.storage.networks.items():
             network.load_state_dict(state["networks"][name])
         for role in self.roles.values():

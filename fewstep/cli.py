@@ -1,0 +1,290 @@
+"""The command line: train, sample, evaluate, export, inspect."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+from typing import Annotated, Any, Literal, NoReturn
+
+import typer
+from rich.console import Console
+
+from fewstep.errors import TrainingError, UserError
+
+app = typer.Typer(
+    name="fewstep",
+    no_args_is_help=True,
+    add_completion=False,
+    pretty_exceptions_enable=False,
+    rich_markup_mode="rich",
+    help="Distil a diffusion or flow-matching teacher into a student of one to eight steps.\n\n"
+    "A [bold]recipe[/bold] (one YAML file) says everything about a run. Train a teacher, distil "
+    "it, sample and evaluate the student, and export it to plain diffusers:\n\n"
+    "  fewstep train recipes/digits/teacher.yaml\n\n"
+    "  fewstep train recipes/digits/student.yaml\n\n"
+    "  fewstep sample runs/digits/student --out digits.png\n\n"
+    "  fewstep export runs/digits/student",
+)
+console = Console()
+errors = Console(stderr=True)
+
+INTERRUPTED = 130
+
+
+@app.command()
+def train(
+    recipe: Annotated[Path, typer.Argument(help="The recipe, a YAML file.")],
+    overrides: Annotated[
+        list[str] | None,
+        typer.Argument(
+            metavar="[KEY=VALUE]...",
+            help="Values that replace those of the recipe, with dots between the parts of a key: "
+            "train.cycles=100 optimizers.student.lr=1e-4",
+        ),
+    ] = None,
+    run_dir: Annotated[
+        Path | None, typer.Option(help="Where to write the run, instead of the recipe's run_dir.")
+    ] = None,
+    resume: Annotated[
+        bool,
+        typer.Option("--resume", help="Go on from the latest checkpoint in run_dir."),
+    ] = False,
+) -> None:
+    """Run a recipe: train a teacher or distil a student.
+
+    The run directory gets the resolved recipe, metrics (metrics.jsonl and TensorBoard) and
+    checkpoints. [bold]Ctrl-C[/bold] finishes the current cycle, saves, and says how to go on; a
+    second one stops at once. A resumed run gives the same weights, bit for bit, as one that was
+    never stopped.
+    """
+    from fewstep.config import load_recipe
+    from fewstep.launch.local import train as run_training
+    from fewstep.progress import training_progress
+
+    changes = list(overrides or [])
+    if run_dir is not None:
+        changes.append(f"run_dir={run_dir}")
+    loaded = load_recipe(recipe, changes)
+    with training_progress(console, f"{loaded.method.name}", loaded.train.cycles) as on_cycle:
+        run = run_training(loaded, resume=resume, on_cycle=on_cycle)
+    if run.complete and run.cycles_run == 0:
+        console.print(
+            f"{run.directory} is complete already: all {run.cycle} cycles are done. To train on, "
+            f"raise train.cycles.",
+            markup=False,
+        )
+        return
+    if run.complete:
+        console.print(f"Complete: {run.cycle} cycles, in {run.directory}")
+        console.print(f"Next: fewstep sample {run.directory} --out samples.png", markup=False)
+        return
+    command = " ".join(["fewstep train", str(recipe), *changes, "--resume"])
+    console.print(
+        f"Stopped and saved after cycle {run.cycle}. Go on with:\n  {command}", markup=False
+    )
+    raise typer.Exit(INTERRUPTED)
+
+
+@app.command()
+def sample(
+    source: Annotated[Path, typer.Argument(help="A run directory or an export.")],
+    out: Annotated[
+        Path,
+        typer.Option(help="name.png: a grid; name.safetensors: the tensor; else a folder of PNGs."),
+    ] = Path("samples.png"),
+    steps: Annotated[
+        int | None,
+        typer.Option(min=1, max=1000, help="Steps; by default those it was trained for."),
+    ] = None,
+    classes: Annotated[
+        str | None,
+        typer.Option(help="Class labels, as in 3,1,4 or 0-9; by default each class in turn."),
+    ] = None,
+    prompts: Annotated[
+        Path | None, typer.Option(help="A file of prompts, for text-to-image networks.")
+    ] = None,
+    count: Annotated[
+        int | None, typer.Option(min=1, help="Number of samples; by default one a class, or 16.")
+    ] = None,
+    seed: Annotated[int, typer.Option(min=0, help="Of the noise: same seed, same samples.")] = 0,
+    which: Annotated[
+        Literal["latest", "best"] | None,
+        typer.Option(help="Checkpoint of a run; by default the best, if it was validated."),
+    ] = None,
+    role: Annotated[
+        str | None, typer.Option(help="Whose network; by default student_ema where there is one.")
+    ] = None,
+) -> None:
+    """Sample a run or an export, on the grid that it was trained on."""
+    from fewstep.images import write_samples
+    from fewstep.source import open_source
+
+    if prompts is not None:
+        raise UserError("--prompts: no network family takes prompts yet; use --classes")
+    opened = open_source(source, which, role)
+    spec = opened.sampler(steps)
+    if steps is not None and opened.few_step and spec.sigmas != opened.sampler(None).sigmas:
+        trained = opened.sampler(None).steps
+        errors.print(f"[yellow]Note:[/yellow] this student was trained for {trained} steps only.")
+    labels = choose_labels(opened.roles.model.classes, classes, count)
+    total = len(labels) if labels is not None else count or 16
+    samples = opened.sample(total, labels, spec, seed)
+    written = write_samples(samples.images, out)
+    console.print(
+        f"{written}: {spec.steps} steps, {spec.nfe} network calls each, {samples.seconds:.2f} s",
+        markup=False,
+    )
+
+
+@app.command()
+def evaluate(
+    sources: Annotated[
+        list[Path], typer.Argument(help="Run directories or exports; results are named by them.")
+    ],
+    out: Annotated[
+        Path | None,
+        typer.Option(help="Folder for evaluation.json, report.html and its pictures."),
+    ] = None,
+    steps: Annotated[
+        str, typer.Option(help="Step counts for teachers, as in 1,2,4; students have their own.")
+    ] = "1,2,4,8,16,50",
+    samples: Annotated[int, typer.Option(min=16, help="Samples of each.")] = 2000,
+    seed: Annotated[int, typer.Option(min=0, help="Of the noise, the same for all.")] = 0,
+    features: Annotated[
+        Literal["auto", "digits", "raw", "inception"],
+        typer.Option(help="What images are compared by; auto: the data set's own classifier."),
+    ] = "auto",
+    which: Annotated[
+        Literal["latest", "best"] | None,
+        typer.Option(help="Checkpoint of a run; by default the best, if it was validated."),
+    ] = None,
+) -> None:
+    """Compare teachers and students with the real data, on the same noise and classes.
+
+    Prints a table: Fréchet and kernel distance (lower is better), precision, recall, density and
+    coverage, class accuracy, network calls (nfe) and seconds. The floor is what one half of the
+    real images scores against all of them.
+    """
+    from fewstep.comparison import evaluate_sources, write_comparison
+    from fewstep.results import evaluation_table
+    from fewstep.source import open_source
+
+    opened = [open_source(path, which) for path in sources]
+    counts = parse_numbers(steps, "--steps", least=1)
+
+    def report_row(row: dict[str, Any]) -> None:
+        distance = row["frechet_distance"]
+        console.print(f"{row['model']}, {row['steps']} steps: Fréchet distance {distance:.4g}")
+
+    document, images = evaluate_sources(
+        opened, steps=counts, samples=samples, seed=seed, features=features, on_result=report_row
+    )
+    console.print(evaluation_table(document))
+    if out is not None:
+        page = write_comparison(out, opened, document, images)
+        console.print(f"Written: {out / 'evaluation.json'}, {page}", markup=False)
+
+
+@app.command()
+def export(
+    run: Annotated[Path, typer.Argument(help="A run directory.")],
+    role: Annotated[
+        Literal["student", "student_ema"] | None,
+        typer.Option(help="Whose weights; by default student_ema where there is one."),
+    ] = None,
+    which: Annotated[
+        Literal["latest", "best"],
+        typer.Option(help="Checkpoint: the latest, or the best by validation."),
+    ] = "latest",
+    out: Annotated[
+        Path | None, typer.Option(help="Directory to write; by default RUN/export.")
+    ] = None,
+) -> None:
+    """Write a role as a directory that plain diffusers loads, and check it by loading it.
+
+    The directory holds the network, a scheduler, a pipeline with the trained sigmas, and a README
+    with the sampling loop in ten lines. LoRA students are merged; the adapter is there as well.
+    """
+    from fewstep.export import export_run
+    from fewstep.run import open_run
+
+    opened = open_run(run, which)
+    directory = export_run(opened, out or run / "export", role)
+    console.print(
+        f"Exported {role or opened.result_role} of cycle {opened.cycle} to {directory}; plain "
+        f"diffusers gives the same images.",
+        markup=False,
+    )
+
+
+@app.command()
+def inspect(
+    target: Annotated[Path, typer.Argument(help="A recipe or a run directory.")],
+    overrides: Annotated[
+        list[str] | None, typer.Argument(metavar="[KEY=VALUE]...", help="As for train.")
+    ] = None,
+) -> None:
+    """Show a recipe or a run: roles and memory, the cycle, what is saved, updates done."""
+    from fewstep.config import load_recipe
+    from fewstep.inspection import inspect_recipe, inspect_run
+
+    if target.is_dir():
+        if overrides:
+            raise UserError("overrides change recipes; a run is inspected as it is")
+        console.print(inspect_run(target))
+    else:
+        console.print(inspect_recipe(load_recipe(target, overrides or [])))
+
+
+def parse_numbers(text: str, option: str, least: int = 0) -> list[int]:
+    """Numbers and ranges, as in "3,1,4" or "0-9"; raises UserError naming the option."""
+    numbers: list[int] = []
+    for part in text.split(","):
+        first, dash, last = part.strip().partition("-")
+        try:
+            numbers += range(int(first), int(last) + 1) if dash else [int(first)]
+        except ValueError as error:
+            raise UserError(
+                f"{option}: {part!r} is no number or range; write 3,1,4 or 0-9"
+            ) from error
+    if not numbers or min(numbers) < least:
+        raise UserError(f"{option}: {text!r}: numbers from {least} up are needed")
+    return numbers
+
+
+def choose_labels(classes: int | None, wanted: str | None, count: int | None) -> Any:
+    """Labels for `sample`: those asked for, repeated up to `count`; int64 [N] or None."""
+    import torch
+
+    if classes is None:
+        if wanted is not None:
+            raise UserError("--classes: the network is unconditional")
+        return None
+    chosen = parse_numbers(wanted, "--classes") if wanted is not None else list(range(classes))
+    if max(chosen) >= classes:
+        raise UserError(f"--classes: {max(chosen)}: labels are 0 to {classes - 1}")
+    total = count or len(chosen)
+    return torch.tensor([chosen[i % len(chosen)] for i in range(total)])
+
+
+def fail(message: str, code: int) -> NoReturn:
+    """Print an error without a traceback and exit."""
+    errors.print("[bold red]Error:[/bold red]", end=" ")
+    errors.print(message, markup=False, highlight=False, soft_wrap=True)
+    sys.exit(code)
+
+
+def main() -> None:
+    """Run the command line: exit code 2 for a user's mistake, 1 for a run that cannot go on."""
+    try:
+        app()
+    except UserError as error:
+        fail(str(error), 2)
+    except TrainingError as error:
+        fail(str(error), 1)
+    except KeyboardInterrupt:
+        fail("interrupted; what was saved before is untouched", INTERRUPTED)
+
+
+if __name__ == "__main__":
+    main()

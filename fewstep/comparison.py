@@ -1,0 +1,127 @@
+"""Teachers and students side by side: the same noise and classes, measured and pictured."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from torch import Tensor
+
+from fewstep.checkpoint import saving
+from fewstep.data.dataset import Dataset, load_dataset
+from fewstep.errors import UserError
+from fewstep.report import ReportRun, write_report
+from fewstep.results import evaluation_document, result_row, write_evaluation
+from fewstep.sampling import balanced_labels
+from fewstep.source import Source
+from fewstep.validation import FeatureKind, build_evaluator
+
+PICTURED = 16
+
+
+def evaluate_sources(
+    sources: Sequence[Source],
+    *,
+    steps: Sequence[int] = (),
+    samples: int = 2000,
+    seed: int = 0,
+    dataset: Dataset | None = None,
+    features: FeatureKind = "auto",
+    on_result: Callable[[dict[str, Any]], None] = lambda row: None,
+) -> tuple[dict[str, Any], dict[str, Tensor]]:
+    """Sample every source with the same noise and classes, and measure.
+
+    Args:
+        sources: what to evaluate.
+        steps: step counts for sources that can be sampled at any; students have their own.
+        samples: how many of each.
+        seed: of the noise.
+        dataset: real data; by default that of the sources.
+        features: what images are compared by.
+        on_result: called with each row as it is done.
+
+    Returns:
+        The evaluation document, and the samples by "<name>, <n> steps".
+
+    Raises:
+        UserError: where the sources have no real data to be compared with, or different ones.
+    """
+    names = {source.data_name for source in sources}
+    if len(names) != 1:
+        raise UserError(f"the sources were trained on different data: {', '.join(sorted(names))}")
+    data_name = names.pop()
+    real = dataset if dataset is not None else _load_data(data_name)
+    evaluator = build_evaluator(real, features, data_name)
+    rows, images = [], {}
+    for source in sources:
+        for count in (None,) if source.few_step or not steps else steps:
+            spec = source.sampler(count)
+            labels = balanced_labels(source.roles.model.classes, samples)
+            made = source.sample(samples, labels, spec, seed)
+            metrics = evaluator.evaluate(made.images, labels)
+            rows.append(result_row(source.name, spec.steps, spec.nfe, made.seconds, metrics))
+            plural = "" if spec.steps == 1 else "s"
+            images[f"{source.name}, {spec.steps} step{plural}"] = made.images
+            on_result(rows[-1])
+    return evaluation_document(rows, evaluator.floor()), images
+
+
+def _load_data(name: str) -> Dataset:
+    dataset = load_dataset(name)
+    if dataset is None:
+        raise UserError(
+            f"data.name is {name!r}: there is no real data to compare with; name it in the "
+            f"recipe, or pass it as dataset="
+        )
+    return dataset
+
+
+def write_comparison(
+    out: Path, sources: Sequence[Source], document: dict[str, Any], images: Mapping[str, Tensor]
+) -> Path:
+    """Write evaluation.json, the report page and its pictures into a folder; the page's path.
+
+    Args:
+        out: the folder.
+        sources: what was evaluated; runs among them are drawn with their curves.
+        document: of `evaluate_sources`.
+        images: of `evaluate_sources`.
+
+    Raises:
+        UserError: where the folder cannot be written.
+    """
+    runs = [ReportRun(s.name, s.path) for s in sources if (s.path / "metrics.jsonl").is_file()]
+    rows = comparison_rows(document, images)
+    classes = sources[0].roles.model.classes
+    labels = [str(i % classes) if classes else "" for i in range(PICTURED)]
+    pictured = all(image.ndim == 4 for image in rows.values())
+    with saving(out):
+        write_evaluation(out / "evaluation.json", document)
+        return write_report(
+            out,
+            title=f"Few-step sampling: {out.name}",
+            runs=runs,
+            evaluation=document,
+            grids={"comparison": rows} if pictured else {},
+            labels=labels,
+        )[0]
+
+
+def comparison_rows(document: Mapping[str, Any], images: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """The pictures' rows: teachers at their most steps and at the students' number, students.
+
+    Returns:
+        Row label -> first images [<= 16, ...], teachers before students, most steps first.
+    """
+    results = document["results"]
+    counts: dict[str, list[int]] = {}
+    for row in results:
+        counts.setdefault(row["model"], []).append(row["steps"])
+    wanted = {steps[0] for steps in counts.values() if len(steps) == 1}
+    chosen = [
+        (len(counts[row["model"]]) == 1, -row["steps"], label)
+        for row, label in zip(results, images, strict=True)
+        if row["steps"] in wanted or row["steps"] == max(counts[row["model"]])
+    ]
+    return {label: images[label][:PICTURED] for _, _, label in sorted(chosen)}

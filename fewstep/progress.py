@@ -1,0 +1,46 @@
+"""Progress bars for the terminal."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+
+from rich.console import Console
+from rich.progress import (
+    BarColumn,
+    MofNCompleteColumn,
+    Progress,
+    TextColumn,
+    TimeElapsedColumn,
+    TimeRemainingColumn,
+)
+
+from fewstep.launch.local import OnCycle
+from fewstep.training.phase import PhaseResult
+
+
+@contextmanager
+def training_progress(console: Console, title: str, cycles: int) -> Iterator[OnCycle]:
+    """A bar over cycles with each role's latest loss; yields the callback that moves it."""
+    columns = (
+        TextColumn("{task.description}"),
+        BarColumn(),
+        MofNCompleteColumn(),
+        TimeElapsedColumn(),
+        TimeRemainingColumn(),
+        TextColumn("{task.fields[losses]}", style="dim"),
+    )
+    progress = Progress(*columns, console=console)
+    task = progress.add_task(title, total=cycles, losses="")
+    losses: dict[str, float] = {}
+
+    def on_cycle(cycle: int, results: Sequence[PhaseResult]) -> None:
+        progress.start()
+        losses.update({r.request.role: r.metrics["loss"] for r in results})
+        text = "  ".join(f"{role} {loss:.4g}" for role, loss in losses.items())
+        progress.update(task, completed=cycle, losses=text)
+
+    try:
+        yield on_cycle
+    finally:
+        progress.stop()

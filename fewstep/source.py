@@ -1,0 +1,103 @@
+"""What can be sampled and evaluated: a run directory, an open run, or an export."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import final
+
+from torch import Tensor
+
+from fewstep.errors import UserError
+from fewstep.export import DESCRIPTION, ExportDescription
+from fewstep.methods.method import SamplerSpec
+from fewstep.roles.role import STUDENT, Roles
+from fewstep.roles.storage import Independent
+from fewstep.run import Run, Which, is_run_directory, open_result, open_run
+from fewstep.sampling import Samples, sample_role
+
+
+@final
+@dataclass(frozen=True)
+class Source:
+    """Something with a network, and how it wants to be sampled.
+
+    Attributes:
+        name: what results call it.
+        path: of the run or export.
+        roles: holds the network.
+        role: whose network.
+        sampler: steps (None: its own) -> how to sample.
+        few_step: whether its own grid is the only one that it was trained on.
+        data_name: the real data that it is judged by.
+    """
+
+    name: str
+    path: Path
+    roles: Roles
+    role: str
+    sampler: Callable[[int | None], SamplerSpec]
+    few_step: bool
+    data_name: str
+
+    def sample(self, count: int, labels: Tensor | None, spec: SamplerSpec, seed: int) -> Samples:
+        """Samples of this source; noise depends on seed and position alone."""
+        return sample_role(self.roles, self.role, spec, count, labels=labels, seed=seed)
+
+
+def open_source(path: Path | str, which: Which | None = None, role: str | None = None) -> Source:
+    """Open a run directory or an export.
+
+    Args:
+        path: of the run or export.
+        which: "latest" or "best" checkpoint of a run; by default the best if there is one.
+        role: whose network of a run; by default its result.
+
+    Raises:
+        UserError: where there is neither, or it is damaged.
+    """
+    path = Path(path)
+    if (path / DESCRIPTION).is_file():
+        return open_export(path)
+    if not is_run_directory(path):
+        raise UserError(
+            f"{path} is neither a run directory (recipe.yaml) nor an export ({DESCRIPTION})"
+        )
+    run = open_result(path) if which is None else open_run(path, which)
+    if role is not None and role not in run.roles:
+        raise UserError(f"--role {role}: {path} has {', '.join(run.roles)}")
+    return run_source(run, role)
+
+
+def run_source(run: Run, role: str | None = None, name: str | None = None) -> Source:
+    """An open run as a source."""
+    return Source(
+        name or run.directory.name,
+        run.directory,
+        run.roles,
+        role or run.result_role,
+        run.method.sampler,
+        not run.method.needs_data,
+        run.recipe.data.name,
+    )
+
+
+def open_export(directory: Path) -> Source:
+    """Open an export; raises UserError where its files are damaged."""
+    file = directory / DESCRIPTION
+    try:
+        description = ExportDescription.model_validate_json(file.read_text())
+    except (OSError, ValueError) as error:
+        raise UserError(f"{file} cannot be read: {error}") from error
+    model = description.model.build()
+    network = model.load_network(directory / "transformer")
+    spec = SamplerSpec(description.sigmas, description.solver)
+    roles = Roles(model, Independent({STUDENT: network}), (STUDENT,), {})
+
+    def sampler(steps: int | None) -> SamplerSpec:
+        if steps not in (None, spec.steps):
+            raise UserError(f"--steps {steps}: this export samples in {spec.steps}")
+        return spec
+
+    return Source(directory.name, directory, roles, STUDENT, sampler, True, description.data)
