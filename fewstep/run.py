@@ -154,7 +154,9 @@ def resolve_recipe(recipe: Recipe) -> Recipe:
         for key in settings.model_fields_set - {"weights"}:
             given, value = getattr(settings, key), getattr(trained, key, None)
             if given is not None and given != value:
-                raise UserError(f"model.{key} is {given!r}, but {source} was trained with {value!r}")
+                raise UserError(
+                    f"model.{key} is {given!r}, but {source} was trained with {value!r}"
+                )
         if not isinstance(trained, DiTSettings):
             raise UserError(f"model.family is 'dit', but {source} was trained with another")
         settings = trained.model_copy(update={"weights": settings.weights})

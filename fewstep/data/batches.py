@@ -69,15 +69,18 @@ class DataBatches(BatchSource):
 
     def batch(self, draw: Draw, size: int) -> Batch:
         """See `BatchSource.batch`."""
-        length = len(self.dataset)
-        first = (draw.cycle - 1) * size
-        positions = range(first, first + size)
-        orders = {p // length: _order(draw.seed, p // length, length) for p in positions}
-        items = torch.tensor([int(orders[p // length][p % length]) for p in positions])
+        items = _items(draw.seed, (draw.cycle - 1) * size, size, len(self.dataset))
         labels = self.dataset.labels
         condition = {} if labels is None else {"class_labels": labels[items].to(self.device)}
         x0 = self.dataset.samples[items].to(self.device, self.dtype)
         return Batch(torch.arange(size, device=self.device), condition, x0)
+
+
+def _items(seed: int, first: int, size: int, length: int) -> Tensor:
+    """Indices of items number `first` to `first + size` of an endless row of epochs: int64."""
+    epochs = range(first // length, (first + size - 1) // length + 1)
+    start = first - epochs[0] * length
+    return torch.cat([_order(seed, epoch, length) for epoch in epochs])[start : start + size]
 
 
 @lru_cache(maxsize=4)

@@ -25,15 +25,17 @@ _WEYL = (0x9E3779B9, 0xBB67AE85)
 
 @lru_cache(maxsize=256)
 def _round_keys(key: int, device: torch.device) -> Tensor:
-    """The ten rounds' keys, int64 [10, 2, 1]; the pairs in the order in which they are used."""
+    """The ten rounds' keys, int64 [10, 2, 1], each pair in the order that `philox` needs."""
     k0, k1 = key & _MASK, key >> 32
     rounds = [[(k0 + r * _WEYL[0]) & _MASK, (k1 + r * _WEYL[1]) & _MASK] for r in range(10)]
-    return torch.tensor(rounds, device=device)[:, :, None]
+    ordered = [pair[::-1] if r % 2 == 0 else pair for r, pair in enumerate(rounds)]
+    return torch.tensor(ordered, device=device)[:, :, None]
 
 
 @lru_cache(maxsize=8)
-def _multipliers(device: torch.device) -> Tensor:
-    return torch.tensor(_MULTIPLIERS, device=device)[:, None]
+def _multipliers(device: torch.device) -> tuple[Tensor, Tensor]:
+    pair = torch.tensor(_MULTIPLIERS, device=device)[:, None]
+    return pair, pair.flip(0)
 
 
 def philox(counter: Tensor, key: int) -> Tensor:
@@ -46,14 +48,16 @@ def philox(counter: Tensor, key: int) -> Tensor:
     Returns:
         int64 [4, N] with unsigned 32-bit entries.
     """
+    # Words 0 and 2 are multiplied and change places; so each round leaves both pairs swapped,
+    # and the next one works in that order.
     even, odd = counter[0::2], counter[1::2]
     multipliers = _multipliers(counter.device)
-    for round_key in _round_keys(key, counter.device):
+    for step, round_key in enumerate(_round_keys(key, counter.device)):
         # The product wraps into the sign bit, which leaves its 64 bits right.
-        product = even * multipliers
-        high = (product >> 32).bitwise_and_(_MASK).flip(0)
-        even, odd = high.bitwise_xor_(odd).bitwise_xor_(round_key), product.bitwise_and_(_MASK)
-        odd = odd.flip(0)
+        product = even * multipliers[step % 2]
+        high = (product >> 32).bitwise_and_(_MASK)
+        even, odd = high.bitwise_xor_(odd.flip(0)).bitwise_xor_(round_key), product
+        odd.bitwise_and_(_MASK)
     return torch.stack([even[0], odd[0], even[1], odd[1]])
 
 
@@ -135,7 +139,7 @@ class Draw:
         angle = words[1::2] * (2 * math.pi / 2.0**32)
         pairs = torch.stack([radius * torch.cos(angle), radius * torch.sin(angle)])
         # [cosine or sine, pair, B, blocks] -> [B, blocks * 4]
-        values = pairs.permute(2, 3, 1, 0).reshape(len(sample_ids), -1)[:, :count]
+        values = pairs.permute(2, 3, 1, 0).flatten(1)[:, :count]
         return values.to(dtype).reshape(len(sample_ids), *shape)
 
     def integers(self, stream: str, sample_ids: Tensor, high: int) -> Tensor:

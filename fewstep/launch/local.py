@@ -5,7 +5,8 @@ from __future__ import annotations
 import hashlib
 import json
 import os
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, final
 
@@ -73,7 +74,20 @@ def train(
         TrainingError: where the run cannot go on.
     """
     stop = stop or StopRequest()
-    check_runtime(recipe)
+    check_device(recipe.runtime.device)
+    with cpu_threads(recipe.runtime.threads):
+        return train_in_process(recipe, model, data, resume, on_cycle, stop)
+
+
+def train_in_process(
+    recipe: Recipe,
+    model: Model | None,
+    data: Dataset | None,
+    resume: bool,
+    on_cycle: OnCycle | None,
+    stop: StopRequest,
+) -> Run:
+    """The body of `train`, with the threads set."""
     recipe = resolve_recipe(recipe)
     directory = Path(recipe.run_dir)
     check_directory(directory, resume)
@@ -106,15 +120,24 @@ def train(
     return Run(directory, recipe, worker, done, cycles_run=done - start)
 
 
-def check_runtime(recipe: Recipe) -> None:
-    """Set the number of threads; raise UserError for a device that is not there."""
-    if recipe.runtime.threads is not None:
-        torch.set_num_threads(recipe.runtime.threads)
+def check_device(device: str) -> None:
+    """Raise UserError for a device that is not there."""
     try:
-        torch.empty(1, device=recipe.runtime.device)
+        torch.empty(1, device=device)
     except (RuntimeError, AssertionError) as error:
         first_line = str(error).splitlines()[0]
-        raise UserError(f"runtime.device: {recipe.runtime.device!r}: {first_line}") from error
+        raise UserError(f"runtime.device: {device!r}: {first_line}") from error
+
+
+@contextmanager
+def cpu_threads(count: int | None) -> Iterator[None]:
+    """Let torch use so many CPU threads in the block; None: as many as it does already."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(count or before)
+    try:
+        yield
+    finally:
+        torch.set_num_threads(before)
 
 
 def check_directory(directory: Path, resume: bool) -> None:

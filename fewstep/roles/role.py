@@ -193,7 +193,7 @@ class Roles(Mapping[str, Role]):
     def _check_active(self, name: str) -> None:
         if self._active != name:
             raise TrainingError(
-                f"the network was called as {name!r} while {self._active or 'no role'!r} was in "
+                f"the network was called as {name!r} while {self._active or 'no role'} was in "
                 f"use: call it inside `with roles.use({name!r})`"
             )
 

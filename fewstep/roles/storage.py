@@ -125,9 +125,7 @@ class SharedBase(Storage):
             for name in self.adapters
         }
         self._parameters[self.base_role] = {
-            key: parameter
-            for key, parameter in base.named_parameters()
-            if id(parameter) in frozen
+            key: parameter for key, parameter in base.named_parameters() if id(parameter) in frozen
         }
         first = self._parameters[self.adapters[0]]
         for name in self.adapters:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import json
 import logging
+import math
 import os
 import time
 from collections.abc import Mapping, Sequence
@@ -100,13 +101,13 @@ class TensorBoardSink:
         for entry in kept:
             values = dict(entry)
             series, step, _ = values.pop("series"), values.pop("step"), values.pop("cycle")
-            self._add(series, step, values, values.pop("time"))
+            self._add(series, step, values, values.pop("time", None))
 
     def write(self, series: str, step: int, cycle: int, values: Mapping[str, Any]) -> None:
         """See `MetricsSink.write`."""
         self._add(series, step, values, time.time())
 
-    def _add(self, series: str, step: int, values: Mapping[str, Any], when: float) -> None:
+    def _add(self, series: str, step: int, values: Mapping[str, Any], when: float | None) -> None:
         for key, value in values.items():
             if isinstance(value, int | float):
                 self._writer.add_scalar(f"{series}/{key}", value, step, walltime=when)
@@ -210,23 +211,42 @@ class LoggingHook:
 
 @final
 class DriftMonitor:
-    """Warns when the student's clean samples leave the teacher's statistics."""
+    """Warns, once for each kind, when the student's clean samples leave the teacher's statistics.
+
+    Judges a running mean over student phases, and only after the first `GRACE` of them: a
+    student starts out with flat samples.
+    """
+
+    GRACE = 20
+    MEMORY = 0.9
 
     def __init__(self, metrics: Metrics, reference: Mapping[str, float]) -> None:
         """`reference`: sample_std and sample_variance of teacher samples."""
         self._metrics = metrics
         self._reference = reference
         self._warned: set[str] = set()
+        self._means: dict[str, float] = {}
 
     def after_cycle(self, cycle: int, results: Sequence[PhaseResult]) -> None:
         """See `Hook`."""
         for result in results:
             if result.request.role == STUDENT and "sample_std" in result.metrics:
-                for kind, message in drift_warnings(result.metrics, self._reference).items():
-                    if kind not in self._warned:
-                        self._warned.add(kind)
-                        logger.warning("cycle %d: %s", cycle, message)
-                        self._metrics.write("warning", cycle, cycle, {"message": message})
+                self._follow(result.metrics)
+                if result.attempt > self.GRACE:
+                    self._judge(cycle)
+
+    def _follow(self, values: Mapping[str, float]) -> None:
+        for key in ("sample_std", "sample_variance"):
+            if math.isfinite(values[key]):
+                old = self._means.get(key, values[key])
+                self._means[key] = self.MEMORY * old + (1 - self.MEMORY) * values[key]
+
+    def _judge(self, cycle: int) -> None:
+        for kind, message in drift_warnings(self._means, self._reference).items():
+            if kind not in self._warned:
+                self._warned.add(kind)
+                logger.warning("cycle %d: %s", cycle, message)
+                self._metrics.write("warning", cycle, cycle, {"message": message})
 
 
 def drift_warnings(values: Mapping[str, float], reference: Mapping[str, float]) -> dict[str, str]:
@@ -237,14 +257,14 @@ def drift_warnings(values: Mapping[str, float], reference: Mapping[str, float]) 
         reference: the same of the teacher's samples.
     """
     found = {}
-    std, expected = values["sample_std"], reference["sample_std"]
+    std, expected = values.get("sample_std", 0.0), reference["sample_std"]
     if std > 1.5 * expected:
         found["saturation"] = (
             f"the student's samples have standard deviation {std:.3g}, the teacher's "
             f"{expected:.3g}: they drift towards saturation; lower the student's learning rate or "
             f"the guidance, or raise method.fake_updates_per_student"
         )
-    variance, usual = values["sample_variance"], reference["sample_variance"]
+    variance, usual = values.get("sample_variance", math.inf), reference["sample_variance"]
     if variance < 0.25 * usual:
         found["flat"] = (
             f"the variance within each student sample is {variance:.3g}, the teacher's "

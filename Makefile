@@ -1,0 +1,50 @@
+# Everything runs in .venv, which is made on first use: `make demo` or `make test` on a fresh machine.
+PYTHON ?= python3
+BIN := .venv/bin
+INSTALL := $(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt
+
+.PHONY: help demo test check bench docs clean
+
+help:
+	@echo "make demo   teacher, four-step students, evaluation, report and export on a CPU"
+	@echo "make test   the test suite"
+	@echo "make check  ruff, mypy and the import-direction test"
+	@echo "make bench  speed and memory against a plain loop"
+	@echo "make docs   the documentation, in docs/_build/html"
+	@echo "make clean  remove .venv, caches and built documentation (runs/ is kept)"
+
+.venv/.made:
+	$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11) and "Python 3.11 or newer is needed; run make PYTHON=python3.12 ...")'
+	$(PYTHON) -m venv .venv
+	@touch $@
+
+.venv/.installed: .venv/.made pyproject.toml constraints.txt
+	@echo "Installing Fewstep and its pinned dependencies into .venv (a few minutes the first time)"
+	$(INSTALL) -e .
+	@touch $@
+
+.venv/.installed-dev: .venv/.installed
+	$(INSTALL) -e '.[dev,docs]'
+	@touch $@
+
+demo: .venv/.installed
+	$(BIN)/python examples/digits_demo.py
+
+test: .venv/.installed-dev
+	$(BIN)/python -m pytest
+
+check: .venv/.installed-dev
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/mypy
+	$(BIN)/python -m pytest -q tests/test_layers.py
+
+bench: .venv/.installed-dev
+	$(BIN)/python -m benchmarks
+
+docs: .venv/.installed-dev
+	$(BIN)/sphinx-build -W --keep-going -q -b html docs docs/_build/html
+	@echo "Open docs/_build/html/index.html"
+
+clean:
+	rm -rf .venv docs/_build docs/_generated .pytest_cache .mypy_cache .ruff_cache .hypothesis
