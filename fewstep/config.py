@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import difflib
 import json
+import re
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Annotated, Any, Literal, final, get_args, get_origin
@@ -179,7 +180,19 @@ def parse_recipe(values: Any, source: str = "recipe") -> Recipe:
 
 def dump_recipe(recipe: Recipe) -> str:
     """The resolved recipe as YAML that `load_recipe` reads."""
-    return yaml.safe_dump(recipe.model_dump(mode="json"), sort_keys=False)
+    return yaml.dump(recipe.model_dump(mode="json"), Dumper=RecipeDumper, sort_keys=False)
+
+
+@final
+class RecipeDumper(yaml.SafeDumper):
+    """Quotes text that OmegaConf, unlike PyYAML, would read as a number, such as 1e5."""
+
+
+RecipeDumper.add_implicit_resolver(
+    "tag:yaml.org,2002:float",
+    re.compile(r"[-+]?[0-9_.]*[0-9][0-9_.]*[eE][-+]?[0-9]+$"),
+    list("-+.0123456789"),
+)
 
 
 def describe_problem(problem: dict[str, Any]) -> str:

@@ -160,8 +160,8 @@ def write_export(run: Run, role: str, spec: SamplerSpec, directory: Path) -> Non
 def export_lora(storage: SharedBase, role: str, directory: Path) -> Path:
     """Write a role's adapter as `pytorch_lora_weights.safetensors`.
 
-    Networks of diffusers with LoRA support read it by `network.load_lora_adapter(directory)`,
-    pipelines by `load_lora_weights(directory)`.
+    Networks of diffusers with LoRA support read it by `network.load_lora_adapter(directory,
+    weight_name="pytorch_lora_weights.safetensors")`, pipelines by `load_lora_weights(directory)`.
     """
     base = storage.networks["base"]
     tensors = get_peft_model_state_dict(base, adapter_name=role)

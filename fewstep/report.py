@@ -1,10 +1,7 @@
 """One self-contained page about a project's runs, with its pictures beside it as PNG files."""
 
 import base64
-import json
 import os
-import re
-import statistics
 import tempfile
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -18,7 +15,10 @@ from markupsafe import Markup
 from torch import Tensor
 
 from fewstep import figures
-from fewstep.figures import Picture, metric_name, number, short
+from fewstep.figures import metric_name, number, short
+from fewstep.report_data import ReportRun, read_metrics, slug, view_run
+
+__all__ = ["ReportRun", "read_metrics", "slug", "write_report"]
 
 TEACHER = "teacher"
 METRICS = ("frechet_distance", "kernel_distance", "precision", "recall", "density", "coverage")
@@ -27,31 +27,11 @@ LOWER_IS_BETTER = (*figures.LOWER_IS_BETTER, "seconds")
 
 
 @dataclass(frozen=True)
-class ReportRun:
-    """One training run: a directory with metrics.jsonl and recipe.yaml."""
-
-    name: str
-    path: Path
-
-
-@dataclass(frozen=True)
 class Headline:
     """The student against the teacher: one sentence and the few numbers behind it."""
 
     sentence: str
     tiles: list[tuple[str, str, str]] = field(default_factory=list)
-
-
-@dataclass(frozen=True)
-class RunView:
-    """What the page shows of one run."""
-
-    name: str
-    anchor: str
-    facts: list[str]
-    notes: list[str]
-    pictures: list[Picture]
-    recipe: str | None
 
 
 def write_report(
@@ -85,7 +65,7 @@ def write_report(
     drawn = [figures.grid_picture(slug(name), rows, labels) for name, rows in grids.items()]
     shown = [grid for grid in drawn if grid is not None]
     warnings: list[str] = []
-    views = [_view(run, warnings) for run in runs]
+    views = [view_run(run, warnings) for run in runs]
 
     pictures = [picture for picture, _ in shown] + [p for view in views for p in view.pictures]
     pictures += [quality] if quality else []
@@ -109,104 +89,6 @@ def write_report(
         _write(out_dir / f"{picture.name}.png", picture.light)
     _write(out_dir / "report.html", page.encode())
     return [out_dir / "report.html", *(out_dir / f"{name}.png" for name in names)]
-
-
-def read_metrics(path: Path) -> tuple[dict[str, list[dict[str, Any]]], int]:
-    """Lines of a metrics.jsonl file by series, and how many lines could not be read.
-
-    Where a resumed run went back to an earlier cycle, the lines it overtook are dropped; warnings
-    are kept.
-    """
-    records: dict[str, list[dict[str, Any]]] = {}
-    unreadable = 0
-    text = path.read_text(encoding="utf-8", errors="replace") if path.is_file() else ""
-    for line in filter(str.strip, text.splitlines()):
-        try:
-            record = json.loads(line)
-        except ValueError:
-            record = None
-        if not isinstance(record, dict) or not isinstance(record.get("series"), str):
-            unreadable += 1
-            continue
-        earlier = records.setdefault(record["series"], [])
-        cycle = number(record.get("cycle"))
-        if record["series"] not in ("warning", "reference") and cycle is not None:
-            while earlier and (number(earlier[-1].get("cycle")) or 0) > cycle:
-                earlier.pop()
-        earlier.append(record)
-    return records, unreadable
-
-
-def slug(name: str) -> str:
-    """A name that is safe in a file name and in an HTML id."""
-    return re.sub(r"[^A-Za-z0-9_-]+", "_", name).strip("_") or "unnamed"
-
-
-def _view(run: ReportRun, warnings: list[str]) -> RunView:
-    """Gather one run; what a reader must not miss is appended to `warnings`."""
-    source = run.path / "metrics.jsonl"
-    records, unreadable = read_metrics(source)
-    warnings += _warnings(run.name, records)
-    name = slug(run.name)
-    drawn = (
-        figures.loss_picture(name, records),
-        figures.gradient_norm_picture(name, records),
-        figures.latents_picture(name, records),
-        figures.validation_picture(name, records),
-    )
-    notes = []
-    if not records:
-        notes.append("No metrics were found for this run.")
-    if unreadable:
-        lines = "1 line" if unreadable == 1 else f"{unreadable} lines"
-        notes.append(f"{lines} of metrics.jsonl could not be read and were left out.")
-    recipe = run.path / "recipe.yaml"
-    return RunView(
-        name=run.name,
-        anchor=name,
-        facts=_facts(records),
-        notes=notes,
-        pictures=[picture for picture in drawn if picture is not None],
-        recipe=recipe.read_text(encoding="utf-8", errors="replace") if recipe.is_file() else None,
-    )
-
-
-def _warnings(run: str, records: figures.Records) -> list[str]:
-    """Warning lines, equal ones counted, and losses that were not finite."""
-    cycles: dict[str, list[object]] = {}
-    for record in records.get("warning", ()):
-        message = str(record.get("message", "warning without a message"))
-        cycles.setdefault(message, []).append(record.get("cycle", "?"))
-    said = []
-    for message, at in cycles.items():
-        when = f"cycle {at[0]}" if len(at) == 1 else f"{len(at)} times, cycles {at[0]} to {at[-1]}"
-        said.append(f"{run}: {message} ({when})")
-    for role in ("student", "fake_score"):
-        losses = [record["loss"] for record in records.get(role, ()) if "loss" in record]
-        bad = sum(number(loss) is None for loss in losses)
-        if bad:
-            said.append(f"{run}: {role} loss is not finite in {bad} of {len(losses)} steps")
-    return said
-
-
-def _facts(records: figures.Records) -> list[str]:
-    facts = []
-    cycles, losses = figures.curve(records, "student", "loss")
-    if len(cycles):
-        name = "final student loss" if records.get("fake_score") else "final loss"
-        facts += [f"{cycles[-1]:,.0f} cycles", f"{name} {short(_final(losses))}"]
-    _, distances = figures.curve(records, "validation", "frechet_distance")
-    if len(distances):
-        facts.append(f"best validation Fréchet distance {short(float(distances.min()))}")
-    _, seconds = figures.curve(records, "run", "seconds_per_cycle")
-    if len(seconds):
-        facts.append(f"{short(statistics.median(seconds.tolist()))} s a cycle")
-    return facts
-
-
-def _final(values: figures.Array) -> float:
-    """Mean of the last twentieth of the values."""
-    return float(values[-max(1, len(values) // 20) :].mean())
 
 
 def _colours(results: Iterable[Mapping[str, Any]]) -> dict[str, int | None]:

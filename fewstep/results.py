@@ -6,9 +6,30 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from rich.box import SIMPLE_HEAD
 from rich.table import Table
 
 from fewstep.evaluation import SampleMetrics
+
+HEADERS = {
+    "model": "model",
+    "steps": "steps",
+    "nfe": "NFE",
+    "frechet_distance": "FD",
+    "kernel_distance": "KD",
+    "precision": "prec.",
+    "recall": "rec.",
+    "density": "dens.",
+    "coverage": "cov.",
+    "class_accuracy": "acc.",
+    "class_balance": "bal.",
+    "seconds": "s",
+}
+CAPTION = (
+    "NFE: network calls a sample. Lower is better: FD and KD, Fréchet and kernel distance; "
+    "bal., distance of class frequencies; s, seconds in the sampler. Higher is better: "
+    "precision, recall, density, coverage, class accuracy. Floor: half of the real images."
+)
 
 
 def result_row(
@@ -40,12 +61,39 @@ def write_evaluation(path: str | Path, document: Mapping[str, Any]) -> None:
 
 
 def evaluation_table(document: Mapping[str, Any]) -> Table:
-    """A document as a table for the terminal: a line per result, and the floor below."""
+    """A document as a table for the terminal: a line per result, and the floor below.
+
+    Fits 80 columns; where room is short, long model names wrap, and numbers stay whole.
+    """
+    # One column of space between cells, no frame.
+    table = Table(
+        title="Evaluation",
+        caption=CAPTION,
+        caption_justify="left",
+        box=SIMPLE_HEAD,
+        padding=0,
+        show_edge=False,
+    )
     columns = ["model", "steps", "nfe", *document["floor"], "seconds"]
-    table = Table(title="Evaluation")
     for name in columns:
-        table.add_column(name.replace("_", " "), justify="left" if name == "model" else "right")
+        head = HEADERS.get(name, name.replace("_", " "))
+        if name == "model":
+            table.add_column(head, overflow="fold")
+        else:
+            table.add_column(head, justify="right", no_wrap=True)
     for row in [*document["results"], {"model": "floor", **document["floor"]}]:
-        cells = ("-" if (value := row.get(name)) is None else value for name in columns)
-        table.add_row(*(f"{x:.4g}" if isinstance(x, float) else str(x) for x in cells))
+        table.add_row(*(_cell(row.get(name)) for name in columns))
     return table
+
+
+def _cell(value: object) -> str:
+    """A float to three significant digits, in as few characters as that takes."""
+    if value is None:
+        return "-"
+    if not isinstance(value, float):
+        return str(value)
+    if 999.5 <= abs(value) < 1e6:
+        return f"{value:.0f}"
+    if 0 < abs(value) < 1e-3:
+        return f"{value:.2e}".replace("e-0", "e-")
+    return f"{value:.3g}"

@@ -140,11 +140,12 @@ def open_result(directory: Path | str, model: Model | None = None) -> Run:
 
 
 def resolve_recipe(recipe: Recipe) -> Recipe:
-    """Fill in what the teacher's weights decide: the size and kind of the network.
+    """Fill in what is decided elsewhere: the network by the teacher's weights, the grid by steps.
 
     Raises:
         UserError: where the weights do not exist or contradict the recipe.
     """
+    recipe = recipe.model_copy(update={"method": recipe.method.resolved()})
     settings = recipe.model
     if not isinstance(settings, DiTSettings) or settings.weights is None:
         return recipe

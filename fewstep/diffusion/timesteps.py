@@ -28,7 +28,7 @@ def few_step_grid(steps: int, shift: float = 1.0) -> tuple[float, ...]:
         raise ValueError(f"steps is {steps}: at least 1 is needed")
     if not shift > 0:
         raise ValueError(f"shift is {shift}: it must be positive")
-    linear = torch.linspace(1, 0, steps + 1, dtype=torch.float64)[:-1]
+    linear = torch.linspace(1, 0, steps + 1, dtype=torch.float64, device="cpu")[:-1]
     return tuple(shift_sigma(linear, shift).tolist())
 
 

@@ -75,6 +75,10 @@ class DMD2Settings(Settings):
         """The student's sigmas: the only grid that training, sampling and export use."""
         return self.sigmas if self.sigmas is not None else few_step_grid(self.steps, self.shift)
 
+    def resolved(self) -> DMD2Settings:
+        """These settings with the grid written out, as they are stored."""
+        return self.model_copy(update={"sigmas": self.grid})
+
     def build(self) -> Method:
         """The method."""
         return DMD2(self)

@@ -42,6 +42,10 @@ class FlowMatchingSettings(Settings):
     weighting: DenoisingWeighting = "native"
     sampling: SamplingSettings = SamplingSettings()
 
+    def resolved(self) -> FlowMatchingSettings:
+        """These settings as they are stored."""
+        return self
+
     def build(self) -> Method:
         """The method."""
         return FlowMatching(self)

@@ -1,0 +1,327 @@
+"""The command line: what it makes, what it says, and its exit codes."""
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+from PIL import Image
+from safetensors.torch import load_file
+
+from fewstep import cli
+
+ROOT = Path(__file__).parents[1]
+NETWORK = (
+    "model.network={num_layers: 1, num_attention_heads: 1, attention_head_dim: 8, patch_size: 4}"
+)
+RunCommand = Callable[..., tuple[int, str, str]]
+
+
+@pytest.fixture
+def fewstep(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture) -> RunCommand:
+    """Run the command in this process: exit code, standard output, standard error."""
+
+    def run(*arguments: object) -> tuple[int, str, str]:
+        monkeypatch.setattr(sys, "argv", ["fewstep", *map(str, arguments)])
+        monkeypatch.setattr(cli, "console", cli.Console(width=300))
+        monkeypatch.setattr(cli, "errors", cli.Console(width=300, stderr=True))
+        code: object = 0
+        try:
+            cli.main()
+        except SystemExit as exit_:
+            code = exit_.code or 0
+        out, err = capsys.readouterr()
+        assert "Traceback" not in out + err
+        assert isinstance(code, int)
+        return code, out, err
+
+    return run
+
+
+@pytest.fixture(scope="module")
+def project(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder with a trained teacher and two students, made by the command itself."""
+    folder = tmp_path_factory.mktemp("project")
+    teacher = [NETWORK, "train.cycles=6", "train.batch_size=16", "checkpoint.every=3"]
+    student = ["train.cycles=4", "train.batch_size=8", f"model.weights={folder / 'teacher'}"]
+    student += ["validation.every=2", "validation.samples=32", "checkpoint.every=2"]
+    command(folder / "teacher", "recipes/digits/teacher.yaml", *teacher)
+    command(folder / "student", "recipes/digits/student.yaml", *student)
+    command(folder / "shared", "recipes/digits/student_shared.yaml", *student, "lora.rank=2")
+    return folder
+
+
+def command(run_dir: Path, *arguments: str) -> None:
+    """`fewstep train` in a process of its own, as a user runs it."""
+    line = [sys.executable, "-m", "fewstep", "train", *arguments, "--run-dir", str(run_dir)]
+    done = subprocess.run(line, cwd=ROOT, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert "Complete" in done.stdout
+
+
+def test_training_leaves_a_whole_run_directory(project: Path) -> None:
+    names = {path.name for path in (project / "student").iterdir()}
+    assert names == {"recipe.yaml", "metrics.jsonl", "tensorboard", "checkpoints"}
+    lines = (project / "student" / "metrics.jsonl").read_text().splitlines()
+    series = {json.loads(line)["series"] for line in lines}
+    assert {"student", "fake_score", "validation", "reference", "run"} <= series
+
+
+def test_a_run_directory_that_holds_a_run_is_refused_and_untouched(
+    fewstep: RunCommand, project: Path
+) -> None:
+    before = {p: p.stat().st_mtime_ns for p in (project / "teacher").rglob("*")}
+    code, _, err = fewstep("train", "recipes/digits/teacher.yaml", "--run-dir", project / "teacher")
+    assert code == 2
+    assert "holds a run already (up to cycle 6)" in err
+    assert "--resume" in err
+    assert before == {p: p.stat().st_mtime_ns for p in (project / "teacher").rglob("*")}
+
+
+def test_resuming_a_complete_run_says_that_it_is_complete(
+    fewstep: RunCommand, project: Path
+) -> None:
+    changes = [NETWORK, "train.cycles=6", "train.batch_size=16"]
+    code, out, _ = fewstep(
+        "train", "recipes/digits/teacher.yaml", *changes, "--run-dir", project / "teacher",
+        "--resume",
+    )  # fmt: skip
+    assert code == 0
+    assert "is complete already: all 6 cycles are done" in out
+
+
+def test_a_misspelt_key_names_the_right_one(fewstep: RunCommand) -> None:
+    code, _, err = fewstep(
+        "train", "recipes/digits/student.yaml", "method.fake_update_per_student=3"
+    )
+    assert code == 2
+    assert "method.fake_update_per_student: there is no such key" in err
+    assert "did you mean method.fake_updates_per_student?" in err
+    assert "recipes/digits/student.yaml" in err
+
+
+@pytest.mark.parametrize(
+    ("change", "words"),
+    [
+        ("method.fake_updates_per_student=0", "greater than or equal to 1"),
+        ("method.steps=0", "greater than or equal to 1"),
+        ("method.steps=2.5", "valid integer"),
+        ("train.cycles=true", "valid integer"),
+        ("optimizers.student.lr=false", "valid number"),
+        ("optimizers.student.lr=fast", "valid number"),
+        ("storage=shared", "'independent' or 'shared_base'"),
+        ("lora={rank: 4}", "lora: needed with storage 'shared_base', and only there"),
+        ("model.weights=/does/not/exist", "/does/not/exist"),
+        ("runtime.device=cuda:99", "runtime.device"),
+        ("not an override", "write key=value"),
+    ],
+)
+def test_wrong_values_are_refused_before_anything_is_written(
+    fewstep: RunCommand, project: Path, tmp_path: Path, change: str, words: str
+) -> None:
+    base = [f"model.weights={project / 'teacher'}", "train.cycles=2"]
+    code, _, err = fewstep(
+        "train", "recipes/digits/student.yaml", *base, change, "--run-dir", tmp_path / "run"
+    )
+    assert code == 2
+    assert words in err
+    assert not (tmp_path / "run").exists()
+
+
+def test_a_lora_pattern_that_matches_nothing_is_named_with_those_that_exist(
+    fewstep: RunCommand, project: Path, tmp_path: Path
+) -> None:
+    code, _, err = fewstep(
+        "train", "recipes/digits/student_shared.yaml", f"model.weights={project / 'teacher'}",
+        "lora.targets=[to_qq]", "--run-dir", tmp_path / "run",
+    )  # fmt: skip
+    assert code == 2
+    assert "'to_qq' matches no module" in err
+    assert "attn1.to_q" in err
+    assert not (tmp_path / "run").exists()
+
+
+@pytest.mark.parametrize("damage", ["truncate", "flip"])
+def test_damaged_weights_of_a_teacher_are_named(
+    fewstep: RunCommand, project: Path, tmp_path: Path, damage: str
+) -> None:
+    code, _, _ = fewstep("export", project / "teacher", "--out", tmp_path / "export")
+    assert code == 0
+    weights = tmp_path / "export" / "transformer" / "diffusion_pytorch_model.safetensors"
+    content = bytearray(weights.read_bytes())
+    if damage == "truncate":
+        content = content[: len(content) // 2]
+    else:
+        content[3] ^= 0xFF  # in the header's length
+    weights.write_bytes(content)
+    code, _, err = fewstep(
+        "train", "recipes/digits/student.yaml", f"model.weights={weights.parent}",
+        "train.cycles=2", "--run-dir", tmp_path / "run",
+    )  # fmt: skip
+    assert code == 2
+    assert "diffusion_pytorch_model.safetensors is corrupt or truncated" in err
+    assert not (tmp_path / "run").exists()
+
+
+def test_a_directory_of_diffusers_is_a_teacher(
+    fewstep: RunCommand, project: Path, tmp_path: Path
+) -> None:
+    fewstep("export", project / "teacher", "--out", tmp_path / "export")
+    code, out, err = fewstep(
+        "train", "recipes/digits/student.yaml", f"model.weights={tmp_path}/export/transformer",
+        "train.cycles=1", "train.batch_size=4", "validation=null", "--run-dir", tmp_path / "run",
+    )  # fmt: skip
+    assert code == 0, err
+    assert "Complete: 1 cycles" in out
+
+
+def test_sample_writes_a_grid_a_folder_or_a_tensor(
+    fewstep: RunCommand, project: Path, tmp_path: Path
+) -> None:
+    code, out, _ = fewstep("sample", project / "student", "--out", tmp_path / "grid.png")
+    assert code == 0
+    assert "4 steps, 4 network calls each" in out
+    with Image.open(tmp_path / "grid.png") as picture:
+        assert picture.width == 10 * picture.height + 9 * (picture.height // 8)
+    labels = ["--classes", "0-2,9", "--count", "6", "--seed", "3"]
+    fewstep("sample", project / "student", *labels, "--out", tmp_path / "folder")
+    assert len(list((tmp_path / "folder").glob("*.png"))) == 6
+    for name in ("a", "b"):
+        fewstep("sample", project / "student", *labels, "--out", tmp_path / f"{name}.safetensors")
+    first, second = (load_file(tmp_path / f"{n}.safetensors")["samples"] for n in "ab")
+    assert first.shape == (6, 1, 8, 8)
+    assert torch.equal(first, second)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        (["--classes", "3,x"], "'x' is no number or range"),
+        (["--classes", "10"], "labels are 0 to 9"),
+        (["--prompts", "prompts.txt"], "--prompts"),
+        (["--out", "samples.bmp"], "end it in .png"),
+        (["--role", "teacher"], "--role teacher"),
+    ],
+)
+def test_sample_refuses_what_it_cannot_do(
+    fewstep: RunCommand, project: Path, arguments: list[str], words: str
+) -> None:
+    code, _, err = fewstep("sample", project / "student", *arguments)
+    assert code == 2
+    assert words in err
+
+
+def test_sampling_a_student_at_other_steps_is_pointed_out(
+    fewstep: RunCommand, project: Path, tmp_path: Path
+) -> None:
+    code, out, err = fewstep(
+        "sample", project / "student", "--steps", 2, "--out", tmp_path / "two.png"
+    )
+    assert code == 0
+    assert "2 steps, 2 network calls" in out
+    assert "trained for 4 steps only" in err
+
+
+def test_evaluate_writes_figures_and_report(
+    fewstep: RunCommand, project: Path, tmp_path: Path
+) -> None:
+    code, out, _ = fewstep(
+        "evaluate", project / "teacher", project / "student", project / "shared",
+        "--steps", "1,4,8", "--samples", 64, "--out", tmp_path / "out",
+    )  # fmt: skip
+    assert code == 0
+    document = json.loads((tmp_path / "out" / "evaluation.json").read_text())
+    rows = [(r["model"], r["steps"], r["nfe"]) for r in document["results"]]
+    assert rows == [
+        ("teacher", 1, 1), ("teacher", 4, 4), ("teacher", 8, 8), ("student", 4, 4),
+        ("shared", 4, 4),
+    ]  # fmt: skip
+    assert set(document["floor"]) <= set(document["results"][0])
+    assert (tmp_path / "out" / "report.html").is_file()
+    assert (tmp_path / "out" / "comparison.png").is_file()
+    assert "Evaluation" in out
+
+
+def test_evaluation_needs_something_to_evaluate(fewstep: RunCommand, tmp_path: Path) -> None:
+    code, _, err = fewstep("evaluate", tmp_path)
+    assert code == 2
+    assert "is neither a run directory" in err
+
+
+def test_export_says_that_it_was_checked(
+    fewstep: RunCommand, project: Path, tmp_path: Path
+) -> None:
+    code, out, _ = fewstep(
+        "export", project / "shared", "--role", "student", "--which", "best",
+        "--out", tmp_path / "export",
+    )  # fmt: skip
+    assert code == 0
+    assert "plain diffusers gives the same images" in out
+    code, _, err = fewstep("export", project / "teacher", "--which", "best")
+    assert code == 2
+    assert "no best checkpoint" in err
+
+
+def test_inspect_shows_recipe_roles_cycle_and_updates(fewstep: RunCommand, project: Path) -> None:
+    code, out, _ = fewstep("inspect", project / "shared")
+    assert code == 0
+    for words in (
+        "storage: shared_base", "adapter student_ema", "student -> fake_score/0",
+        "cycle_000004", "frechet_distance",
+    ):  # fmt: skip
+        assert words in out, words
+    ema = next(line for line in out.splitlines() if "student_ema" in line and "adapter" not in line)
+    assert "4" in ema  # its updates
+    code, out, _ = fewstep("inspect", "recipes/digits/teacher.yaml")
+    assert code == 0
+    assert "Saved" in out
+
+
+def test_inspecting_a_recipe_counts_without_loading(fewstep: RunCommand, project: Path) -> None:
+    code, out, _ = fewstep(
+        "inspect", "recipes/digits/student_shared.yaml",
+        f"model.weights={project / 'teacher'}", "lora.rank=2",
+    )  # fmt: skip
+    assert code == 0
+    assert "teacher_score" in out
+
+
+def test_help_teaches(fewstep: RunCommand) -> None:
+    code, out, _ = fewstep("--help")
+    assert code == 0
+    assert "fewstep train recipes/digits/teacher.yaml" in out
+    for name in ("train", "sample", "evaluate", "export", "inspect"):
+        code, out, _ = fewstep(name, "--help")
+        assert code == 0
+        assert len(out.splitlines()) > 8
+
+
+def test_ctrl_c_saves_and_says_how_to_go_on(project: Path, tmp_path: Path) -> None:
+    line = [
+        sys.executable, "-m", "fewstep", "train", "recipes/digits/student.yaml",
+        f"model.weights={project / 'teacher'}", "train.cycles=100000", "train.batch_size=4",
+        "validation=null", "logging.every=1", "--run-dir", str(tmp_path / "run"),
+    ]  # fmt: skip
+    process = subprocess.Popen(
+        line, cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
+        env={**os.environ, "COLUMNS": "300"},
+    )  # fmt: skip
+    metrics = tmp_path / "run" / "metrics.jsonl"
+    deadline = time.monotonic() + 120
+    while not (metrics.exists() and '"fake_score"' in metrics.read_text()):
+        assert process.poll() is None, process.communicate()
+        assert time.monotonic() < deadline
+        time.sleep(0.1)
+    process.send_signal(signal.SIGINT)
+    out, err = process.communicate(timeout=60)
+    assert process.returncode == 130, err
+    assert "Stopped and saved after cycle" in out
+    assert "--resume" in out
+    assert "Traceback" not in err
+    assert len(list((tmp_path / "run" / "checkpoints").glob("cycle_*"))) == 1
