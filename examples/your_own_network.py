@@ -4,6 +4,7 @@ Points on two moons; a perceptron learns them by flow matching and is then disti
 """
 
 import sys
+from pathlib import Path
 
 import torch
 from sklearn.datasets import make_moons
@@ -17,55 +18,47 @@ class Perceptron(nn.Module):
 
     def __init__(self) -> None:
         super().__init__()
-        self.layers = nn.Sequential(
-            nn.Linear(4, 128), nn.SiLU(), nn.Linear(128, 128), nn.SiLU(), nn.Linear(128, 2)
-        )
+        sizes = [nn.Linear(4, 128), nn.SiLU(), nn.Linear(128, 128), nn.SiLU(), nn.Linear(128, 2)]
+        self.layers = nn.Sequential(*sizes)
 
-    def forward(self, x: torch.Tensor, sigma: torch.Tensor) -> torch.Tensor:
+    def forward(self, x: torch.Tensor, sigma: torch.Tensor) -> torch.Tensor:  # noqa: D102
         return self.layers(torch.cat([x, sigma[:, None], sigma[:, None] ** 2], dim=1))
 
 
+out = sys.argv[1] if len(sys.argv) > 1 else "runs/moons"
 points = torch.tensor(make_moons(2000, noise=0.05, random_state=0)[0], dtype=torch.float32)
 data = fewstep.Dataset(points - points.mean(0))
 model = fewstep.ModuleModel(Perceptron, sample_shape=(2,))
-out = sys.argv[1] if len(sys.argv) > 1 else "runs/moons"
-
 common = {
-    "model": {"family": "module"},
     "data": {"name": "custom"},
     "logging": {"tensorboard": False},
+    "runtime": {"threads": 1},
 }
-teacher = fewstep.train(
-    fewstep.parse_recipe(
-        {
-            **common,
-            "run_dir": f"{out}/teacher",
-            "method": {"name": "flow_matching"},
-            "optimizers": {"student": {"lr": 2e-3, "betas": [0.9, 0.99]}},
-            "ema": {"decay": 0.99},
-            "train": {"cycles": 2000, "batch_size": 256},
-        }
-    ),
-    model=model,
-    data=data,
-)
-student = fewstep.train(
-    fewstep.parse_recipe(
-        {
-            **common,
-            "run_dir": f"{out}/student",
-            "model": {"family": "module", "weights": f"{out}/teacher"},
-            "method": {"name": "dmd2", "steps": 1, "fake_updates_per_student": 5},
-            "optimizers": {"student": {"lr": 5e-4}, "fake_score": {"lr": 1e-3}},
-            "ema": {"decay": 0.98},
-            "train": {"cycles": 400, "batch_size": 256},
-        }
-    ),
-    model=model,
-    data=data,
-)
 
-sources = [fewstep.run_source(teacher), fewstep.run_source(student)]
+
+def run(values: dict) -> fewstep.Run:
+    """Train, or go on with a run that is there already."""
+    recipe = fewstep.parse_recipe({**common, **values})
+    return fewstep.train(recipe, model=model, data=data, resume=Path(recipe.run_dir).exists())
+
+
+teacher_recipe = {
+    "run_dir": f"{out}/teacher",
+    "model": {"family": "module"},
+    "method": {"name": "flow_matching"},
+    "optimizers": {"student": {"lr": 2e-3, "betas": [0.9, 0.99]}},
+    "ema": {"decay": 0.99},
+    "train": {"cycles": 1500, "batch_size": 256},
+}
+student_recipe = {
+    "run_dir": f"{out}/student",
+    "model": {"family": "module", "weights": f"{out}/teacher"},
+    "method": {"name": "dmd2", "steps": 1, "fake_updates_per_student": 5},
+    "optimizers": {"student": {"lr": 5e-4}, "fake_score": {"lr": 1e-3}},
+    "ema": {"decay": 0.98},
+    "train": {"cycles": 400, "batch_size": 256},
+}
+sources = [fewstep.run_source(run(teacher_recipe)), fewstep.run_source(run(student_recipe))]
 document, samples = fewstep.evaluate_sources(sources, steps=[1, 4, 50], dataset=data)
 for row in document["results"]:
     print(

@@ -7,7 +7,7 @@ import json
 import re
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
-from typing import Annotated, Any, Literal, final, get_args, get_origin
+from typing import Annotated, Any, Literal, cast, final, get_args, get_origin
 
 import omegaconf
 import yaml
@@ -222,7 +222,8 @@ def suggest(location: Sequence[str], tag: str | None = None) -> str:
     `tag`: the method or model family that the recipe has chosen; keys of others do not count.
     """
     keys, wrong, top = all_keys(Recipe), location[-1], location[0]
-    chosen = {**METHODS, **FAMILIES}.get(tag or "")
+    kinds = cast(dict[str, type[Settings]], {**METHODS, **FAMILIES})
+    chosen = kinds.get(tag or "")
     if chosen is not None:
         keys = [k for k in keys if not k.startswith(f"{top}.")] + all_keys(chosen, f"{top}.")
     parent = ".".join(location[:-1])

@@ -14,7 +14,9 @@ import pytest
 import torch
 from PIL import Image
 
-from fewstep import figures
+from fewstep.figures.curves import smooth
+from fewstep.figures.grid import MAX_COLUMNS, MAX_TILE_PIXELS, TILE_PIXELS, grid_picture
+from fewstep.figures.theme import PIXEL_RATIO
 from fewstep.report import ReportRun, read_metrics, write_report
 
 EVALUATION: dict[str, Any] = {
@@ -154,7 +156,7 @@ def test_every_picture_is_an_embedded_png_of_its_stated_size(full: Path) -> None
         picture = Image.open(io.BytesIO(base64.b64decode(data, validate=True)))
         picture.load()
         assert picture.format == "PNG"
-        assert picture.size == (width * figures.PIXEL_RATIO, height * figures.PIXEL_RATIO)
+        assert picture.size == (width * PIXEL_RATIO, height * PIXEL_RATIO)
         assert min(picture.size) > 100
         assert len(np.unique(np.asarray(picture.convert("L")))) > 10
     assert (full / "comparison.png").read_bytes() == base64.b64decode(
@@ -273,12 +275,12 @@ def test_grid_shows_each_image_in_its_place() -> None:
     images = torch.full((3, 1, 8, 8), -1.0)
     images[1] = 1.0
     images[2, :, :4] = 0.0
-    drawn = figures.grid_picture("comparison", {"teacher, 50 steps": images}, ["0", "1", "2"])
+    drawn = grid_picture("comparison", {"teacher, 50 steps": images}, ["0", "1", "2"])
     assert drawn is not None
     picture, labels = drawn
     assert labels == ["0", "1", "2"]
     grey = pixels(picture.dark)[..., 0]
-    side = figures.TILE_PIXELS // 8 * 8
+    side = TILE_PIXELS // 8 * 8
     pitch = side + 12
     top, left = grey.shape[0] - pitch, grey.shape[1] - 3 * pitch
     tiles = [
@@ -296,22 +298,22 @@ def test_grid_keeps_colour_and_marks_pixels_that_are_not_finite() -> None:
     broken = torch.full((1, 1, 8, 8), torch.nan)
     green = images.detach().clone()
     green[:, 1] = 1.0
-    drawn = figures.grid_picture("g", {"a": images, "b": green, "c": broken}, [])
+    drawn = grid_picture("g", {"a": images, "b": green, "c": broken}, [])
     assert drawn is not None
     colours, counts = np.unique(pixels(drawn[0].light).reshape(-1, 3), axis=0, return_counts=True)
-    area = (figures.TILE_PIXELS // 8 * 8) ** 2
+    area = (TILE_PIXELS // 8 * 8) ** 2
     flat = {tuple(int(v) for v in c) for c, n in zip(colours, counts, strict=True) if n >= area}
     assert {(0, 0, 0), (0, 255, 0), (255, 0, 255)} <= flat
 
 
 def test_large_and_uneven_grids_fit() -> None:
     rows = {"teacher": torch.rand(20, 3, 300, 400), "empty": torch.rand(0, 3, 8, 8)}
-    drawn = figures.grid_picture("g", rows | {"student": torch.rand(2, 3, 300, 400)}, ["x"] * 20)
+    drawn = grid_picture("g", rows | {"student": torch.rand(2, 3, 300, 400)}, ["x"] * 20)
     assert drawn is not None
     picture, labels = drawn
-    assert len(labels) == figures.MAX_COLUMNS
+    assert len(labels) == MAX_COLUMNS
     assert "first 16 of 20" in picture.caption
-    assert picture.width <= 16 * (figures.MAX_TILE_PIXELS + 12) / 2 + 200
+    assert picture.width <= 16 * (MAX_TILE_PIXELS + 12) / 2 + 200
 
 
 def test_grid_refuses_what_is_not_an_image(tmp_path: Path) -> None:
@@ -327,11 +329,11 @@ def test_two_pictures_cannot_share_a_file(tmp_path: Path) -> None:
 
 
 def test_running_mean_keeps_constants_and_reduces_noise() -> None:
-    assert np.allclose(figures.smooth(np.full(500, 3.0)), 3.0)
+    assert np.allclose(smooth(np.full(500, 3.0)), 3.0)
     noise = np.random.default_rng(0).normal(size=4000)
-    assert figures.smooth(noise).std() < 0.15
-    assert np.allclose(figures.smooth(noise[:5]), noise[:5])
-    assert figures.smooth(np.zeros(0)).shape == (0,)
+    assert smooth(noise).std() < 0.15
+    assert np.allclose(smooth(noise[:5]), noise[:5])
+    assert smooth(np.zeros(0)).shape == (0,)
 
 
 def test_drawing_leaves_matplotlib_as_it_was(tmp_path: Path) -> None:

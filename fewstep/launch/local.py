@@ -185,7 +185,7 @@ def run_fingerprint(recipe: Recipe, worker: Worker) -> dict[str, Any]:
         dataset, content = worker.batches.dataset, hashlib.sha256()
         for tensor in (dataset.samples, dataset.labels):
             if tensor is not None:
-                content.update(tensor.detach().cpu().contiguous().numpy())
+                content.update(tensor.detach().cpu().numpy().tobytes())
         found["data.sha256"] = content.hexdigest()
     return found
 

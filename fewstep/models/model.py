@@ -130,7 +130,7 @@ class Denoiser:
         if output.requires_grad:
             # Checkpointed layers run forward again in the backward pass: with another adapter
             # in force then, all gradients would exist, and be wrong.
-            output.register_hook(lambda gradient: self.check_backward())
+            output.register_hook(lambda gradient: self.check_backward())  # type: ignore[no-untyped-call]
         return Prediction(self.model.prediction, output, x, sigma, self.model.path)
 
     def guided(self, x: Tensor, sigma: Tensor, condition: Condition, scale: float) -> Prediction:

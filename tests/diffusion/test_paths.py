@@ -138,9 +138,22 @@ def test_variance_preserving_interpolates_log_alpha_bar_and_keeps_the_variance(
     assert float(path.timestep(s)) == pytest.approx(max(sigma * 1000 - 1, 0), abs=1e-9)
 
 
+@given(exponent=st.floats(-12, 0))
+@settings(max_examples=50, deadline=None)
+def test_variance_preserving_takes_no_small_sigma_for_zero(exponent: float) -> None:
+    """Nothing is rounded to a table entry: the least noise is still noise, in proportion."""
+    path = VariancePreserving()
+    for dtype in (torch.float32, torch.float64):
+        sigma = torch.tensor(1e-3 * 10**exponent, dtype=dtype)
+        n = path.noise_scale(sigma).double() ** 2
+        # log(alpha_bar) is linear up to the first entry, at sigma = 1/1000.
+        expected = -math.expm1(math.log1p(-0.00085) * 10**exponent)
+        assert float(n) == pytest.approx(expected, rel=1e-6)
+
+
 def test_variance_preserving_refuses_an_unknown_schedule() -> None:
     path = VariancePreserving(beta_schedule="cosine")
-    with pytest.raises(ValueError, match="'cosine'.*'linear' or 'scaled_linear'"):
+    with pytest.raises(ValueError, match="'cosine': use 'linear' or 'scaled_linear'"):
         path.alpha(torch.tensor(0.5))
 
 

@@ -144,13 +144,13 @@ def test_prediction_object_gives_every_form(path: Path, kind: PredictionKind) ->
     output = training_target(kind, x0, eps, sigma, path)
     prediction = Prediction(kind, output, x, sigma, path)
     assert prediction.to(kind) is output
-    for given, expected in [
+    for ours, expected in [
         (prediction.x0, x0),
         (prediction.eps, eps),
         (prediction.velocity, eps - x0),
         (prediction.to("v"), training_target("v", x0, eps, sigma, path)),
     ]:
-        torch.testing.assert_close(given, expected, rtol=1e-10, atol=1e-10)
+        torch.testing.assert_close(ours, expected, rtol=1e-10, atol=1e-10)
 
 
 @every_kind

@@ -1,4 +1,5 @@
 import math
+from itertools import pairwise
 
 import pytest
 import torch
@@ -33,7 +34,7 @@ def test_every_grid_starts_at_noise_falls_and_stops_before_data(steps: int, shif
     grid = few_step_grid(steps, shift)
     assert len(grid) == steps
     assert grid[0] == 1
-    assert all(a > b > 0 for a, b in zip(grid, grid[1:], strict=False))
+    assert all(a > b > 0 for a, b in pairwise(grid))
 
 
 @pytest.mark.parametrize(("steps", "shift"), [(0, 1.0), (-1, 1.0), (4, 0.0), (4, -1.0)])

@@ -1,0 +1,445 @@
+"""Checkpoints appear whole or not at all, and what is damaged is named."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import signal
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from types import FrameType
+from typing import Any
+
+import pytest
+import torch
+
+from fewstep import checkpoint as module
+from fewstep.checkpoint import (
+    best_checkpoint,
+    checkpoint_path,
+    checkpoints_directory,
+    complete_checkpoints,
+    latest_checkpoint,
+    load_checkpoint,
+    prune_checkpoints,
+    read_best,
+    save_checkpoint,
+    write_best,
+)
+from fewstep.errors import UserError
+
+DOCUMENTS = {"recipe.yaml": "seed: 1\n", "fingerprint.json": "{}"}
+
+
+def state(value: float, size: int = 16) -> dict[str, Any]:
+    return {
+        "networks": {
+            "student": {"weight": torch.full((size,), value), "bias": torch.tensor(value)},
+            "teacher_score": {"weight": torch.full((size,), -value)},
+        },
+        "optimizers": {"student": {"weight/step": torch.tensor(value)}},
+        "counters": {"student": int(value)},
+    }
+
+
+def save(run: Path, cycle: int, size: int = 16) -> Path:
+    return save_checkpoint(run, cycle, state(cycle, size), DOCUMENTS)
+
+
+def assert_holds(loaded: dict[str, Any], cycle: int, size: int = 16) -> None:
+    expected = state(cycle, size)
+    assert loaded["cycle"] == cycle
+    assert loaded["counters"] == expected["counters"]
+    for section in ("networks", "optimizers"):
+        assert loaded[section].keys() == expected[section].keys()
+        for name, tensors in expected[section].items():
+            assert loaded[section][name].keys() == tensors.keys()
+            for key, value in tensors.items():
+                assert torch.equal(loaded[section][name][key], value)
+
+
+def listing(run: Path) -> list[str]:
+    return sorted(p.name for p in checkpoints_directory(run).iterdir())
+
+
+def test_what_is_saved_is_loaded(tmp_path) -> None:
+    path = save(tmp_path, 100)
+    assert path == tmp_path / "checkpoints" / "cycle_000100"
+    assert_holds(load_checkpoint(path), 100)
+    assert (path / "recipe.yaml").read_text() == DOCUMENTS["recipe.yaml"]
+    assert listing(tmp_path) == ["cycle_000100"]
+
+
+@pytest.mark.parametrize("cycles", [(9, 10, 11), (999_999, 1_000_000, 12_345_678)])
+def test_the_latest_is_the_highest_cycle(tmp_path, cycles) -> None:
+    for cycle in reversed(cycles):
+        save(tmp_path, cycle)
+    assert [p.name for p in complete_checkpoints(tmp_path)] == [f"cycle_{c:06d}" for c in cycles]
+    assert_holds(load_checkpoint(latest_checkpoint(tmp_path)), cycles[-1])
+
+
+@pytest.mark.parametrize(
+    "tensors",
+    [
+        {"a": torch.arange(6.0).reshape(2, 3).T, "b": torch.arange(8.0)[::2]},
+        {"a": torch.zeros(0), "b": torch.zeros(0, 3), "c": torch.tensor(3)},
+        {"a": torch.tensor([1.0], dtype=torch.bfloat16), "b": torch.tensor([True])},
+        {"a": torch.tensor([float("nan"), float("inf"), -0.0])},
+    ],
+)
+def test_tensors_of_any_layout(tmp_path, tensors) -> None:
+    path = save_checkpoint(tmp_path, 1, {"networks": {"n": tensors}, "optimizers": {}}, {})
+    loaded = load_checkpoint(path)["networks"]["n"]
+    for key, value in tensors.items():
+        assert loaded[key].dtype == value.dtype
+        torch.testing.assert_close(loaded[key], value, rtol=0, atol=0, equal_nan=True)
+
+
+def test_tensors_that_share_memory(tmp_path) -> None:
+    flat = torch.arange(6.0)
+    tensors = {"tied": flat, "again": flat, "first": flat[:3], "last": flat[3:], "mid": flat[1:5]}
+    path = save_checkpoint(tmp_path, 1, {"networks": {"n": tensors}, "optimizers": {}}, {})
+    loaded = load_checkpoint(path)["networks"]["n"]
+    assert all(torch.equal(loaded[key], value) for key, value in tensors.items())
+
+
+def test_a_path_that_does_not_exist_is_an_error(tmp_path) -> None:
+    with pytest.raises(UserError, match=r"cycle_000007 does not exist"):
+        load_checkpoint(checkpoint_path(tmp_path, 7))
+    for directory in (tmp_path, tmp_path / "nowhere"):
+        with pytest.raises(UserError, match="holds no complete checkpoint"):
+            latest_checkpoint(directory)
+
+
+# Damage.
+
+FILES = [
+    "networks/student.safetensors",
+    "networks/teacher_score.safetensors",
+    "optimizers/student.safetensors",
+    "state.json",
+    "fingerprint.json",
+    "recipe.yaml",
+]
+
+
+@pytest.mark.parametrize("file", FILES)
+@pytest.mark.parametrize("damage", ["missing", "truncated", "longer", "empty", "flipped"])
+def test_a_damaged_file_is_named_and_nothing_older_is_taken_instead(tmp_path, file, damage) -> None:
+    save(tmp_path, 1)
+    path = save(tmp_path, 2)
+    target = path / file
+    content = bytearray(target.read_bytes())
+    if damage == "missing":
+        target.unlink()
+    elif damage == "flipped":
+        content[len(content) // 2] ^= 1
+        target.write_bytes(content)
+    else:
+        changed = {"truncated": content[:-1], "longer": content + b" ", "empty": b""}[damage]
+        target.write_bytes(changed)
+    assert latest_checkpoint(tmp_path) == path
+    with pytest.raises(UserError) as error:
+        load_checkpoint(path)
+    assert file in str(error.value)
+    assert f"Remove {path} to go on" in str(error.value)
+
+
+@pytest.mark.parametrize("file", ["networks/extra.safetensors", "notes.txt", "optimizers/x"])
+def test_an_extra_file_is_named(tmp_path, file) -> None:
+    path = save(tmp_path, 1)
+    (path / file).write_bytes(b"")
+    with pytest.raises(UserError, match=file):
+        load_checkpoint(path)
+
+
+def test_every_flipped_bit_of_the_manifest_is_harmless_or_an_error(tmp_path) -> None:
+    path = save(tmp_path, 1)
+    manifest = path / "manifest.json"
+    original = manifest.read_bytes()
+    positions, refused = range(0, len(original), 3), []
+    for position in positions:
+        content = bytearray(original)
+        content[position] ^= 1
+        manifest.write_bytes(content)
+        try:
+            assert_holds(load_checkpoint(path), 1)
+        except UserError as error:
+            refused.append(str(error))
+    assert all(str(path) in message for message in refused)
+    # All but white space and the like.
+    assert len(refused) > 0.8 * len(positions)
+
+
+@pytest.mark.parametrize(
+    "content", [b"", b"{", b"[]", b"3", b'{"files": 1}', b'{"files": {"a": 1}}']
+)
+def test_a_damaged_manifest_is_an_error(tmp_path, content) -> None:
+    save(tmp_path, 1)
+    path = save(tmp_path, 2)
+    (path / "manifest.json").write_bytes(content)
+    assert latest_checkpoint(tmp_path) == path
+    with pytest.raises(UserError, match=r"manifest\.json is damaged"):
+        load_checkpoint(path)
+
+
+def test_a_directory_without_a_manifest_does_not_exist(tmp_path) -> None:
+    save(tmp_path, 1)
+    (save(tmp_path, 2) / "manifest.json").unlink()
+    assert_holds(load_checkpoint(latest_checkpoint(tmp_path)), 1)
+    with pytest.raises(UserError, match=r"has no manifest\.json"):
+        load_checkpoint(checkpoint_path(tmp_path, 2))
+
+
+@pytest.mark.parametrize(
+    "name", ["cycle_1", "cycle_00001x", ".cycle_000009.tmp", "cycle_000009.old"]
+)
+def test_other_names_are_no_checkpoints(tmp_path, name) -> None:
+    path = save(tmp_path, 1)
+    shutil.copytree(path, path.parent / name)
+    assert complete_checkpoints(tmp_path) == [path]
+
+
+# Pruning and the best.
+
+
+@pytest.mark.parametrize("keep", [1, 2, 5])
+def test_pruning_keeps_the_newest(tmp_path, keep) -> None:
+    for cycle in range(1, 5):
+        save(tmp_path, cycle)
+        prune_checkpoints(tmp_path, keep)
+        expected = [f"cycle_{c:06d}" for c in range(max(1, cycle - keep + 1), cycle + 1)]
+        assert listing(tmp_path) == expected
+
+
+def test_pruning_keeps_the_best(tmp_path) -> None:
+    assert read_best(tmp_path) is None
+    with pytest.raises(UserError, match="no validation was run"):
+        best_checkpoint(tmp_path)
+    for cycle in range(1, 6):
+        save(tmp_path, cycle)
+        if cycle == 2:
+            write_best(tmp_path, {"cycle": 2, "metric": "frechet_distance", "value": 0.5})
+        prune_checkpoints(tmp_path, 1)
+    assert listing(tmp_path) == ["best.json", "cycle_000002", "cycle_000005"]
+    assert best_checkpoint(tmp_path) == checkpoint_path(tmp_path, 2)
+    shutil.rmtree(checkpoint_path(tmp_path, 2))
+    with pytest.raises(UserError, match="cycle_000002 is missing or incomplete"):
+        best_checkpoint(tmp_path)
+    (checkpoints_directory(tmp_path) / "best.json").write_text("{")
+    with pytest.raises(UserError, match=r"best\.json cannot be read"):
+        read_best(tmp_path)
+
+
+# Killed at any moment.
+
+
+def traced(each_line: Callable[[int], None], action: Callable[[], None]) -> int:
+    """Run an action, calling `each_line` before each of its lines; their number.
+
+    Lines are those of our module and of the part of the standard library that it calls.
+    """
+    count = 0
+
+    def trace(frame: FrameType, event: str, argument: object) -> Any:
+        nonlocal count
+        if frame.f_code.co_filename not in (module.__file__, shutil.__file__):
+            return None
+        if event == "line":
+            count += 1
+            sys.settrace(None)
+            each_line(count)
+            sys.settrace(trace)
+        return trace
+
+    previous = sys.gettrace()
+    sys.settrace(trace)
+    try:
+        action()
+    finally:
+        sys.settrace(previous)
+    return count
+
+
+def states_during(run: Path, copies: Path, action: Callable[[], None]) -> list[Path]:
+    """Copies of a run directory, one of each state that a kill during the action could leave."""
+    found: list[Path] = []
+    seen: list[Any] = [None]
+
+    def look(count: int) -> None:
+        files = sorted((str(f), f.is_file() and f.stat().st_size) for f in run.rglob("*"))
+        if files != seen[0]:
+            seen[0] = files
+            found.append(copies / f"{count:05d}")
+            shutil.copytree(run, found[-1])
+
+    traced(look, action)
+    look(10**5 - 1)
+    return found
+
+
+def kill_at(line: int, action: Callable[[], None]) -> None:
+    """Run an action in a child process that is killed before its `line`-th line."""
+    child = os.fork()
+    if child == 0:
+        try:
+            traced(lambda count: count == line and os.kill(os.getpid(), signal.SIGKILL), action)
+        finally:
+            os._exit(1)
+    _, status = os.waitpid(child, 0)
+    assert os.WIFSIGNALED(status)
+    assert os.WTERMSIG(status) == signal.SIGKILL
+
+
+def assert_loads(run: Path) -> int:
+    """The newest and the best checkpoint load; the newest's cycle."""
+    latest = latest_checkpoint(run)
+    cycle = int(latest.name[-6:])
+    assert_holds(load_checkpoint(latest), cycle)
+    best = read_best(run)
+    assert best is not None
+    assert_holds(load_checkpoint(best_checkpoint(run)), best["cycle"])
+    return cycle
+
+
+def assert_next_save_cleans_up(run: Path) -> None:
+    save(run, 9)
+    assert assert_loads(run) == 9
+    for path in checkpoints_directory(run).iterdir():
+        assert path.name == "best.json" or path in complete_checkpoints(run)
+
+
+def start_of_run(run: Path, keep: int) -> Callable[[], None]:
+    """A run with one checkpoint; what saves the second and prunes."""
+    save(run, 1)
+    write_best(run, {"cycle": 1, "metric": "frechet_distance", "value": 2.0})
+    prune_checkpoints(run, keep)
+
+    def action() -> None:
+        save(run, 2)
+        write_best(run, {"cycle": 2, "metric": "frechet_distance", "value": 1.0})
+        prune_checkpoints(run, keep)
+
+    return action
+
+
+@pytest.mark.parametrize("keep", [1, 2])
+def test_every_moment_of_saving_and_pruning_leaves_a_checkpoint_that_loads(tmp_path, keep) -> None:
+    run = tmp_path / "run"
+    states = states_during(run, tmp_path / "copies", start_of_run(run, keep))
+    newest = [assert_loads(state) for state in states]
+    assert newest == sorted(newest)
+    assert set(newest) == {1, 2}
+    names = [{p.name for p in checkpoints_directory(state).iterdir()} for state in states]
+    whole = {"cycle_000001", "cycle_000002", "best.json"}
+    assert sum(bool(found - whole) for found in names) > 8
+    # Pruning is among the moments: the manifest goes first.
+    half = [s for s in states if (s / "checkpoints/cycle_000001/networks").exists()]
+    assert (len(half) < len(states)) == (keep == 1)
+    for state in states:
+        assert_next_save_cleans_up(state)
+
+
+@pytest.mark.parametrize("keep", [1, 2])
+def test_a_process_that_is_killed_leaves_a_checkpoint_that_loads(tmp_path, keep) -> None:
+    lines = traced(lambda count: None, start_of_run(tmp_path / "count", keep))
+    assert lines > 100
+    found = []
+    for k in range(8):
+        run = tmp_path / str(k)
+        kill_at(1 + k * (lines - 1) // 7, start_of_run(run, keep))
+        found.append(assert_loads(run))
+        assert_next_save_cleans_up(run)
+    assert found[0] == 1
+    assert found[-1] == 2
+
+
+def test_every_moment_of_replacing_a_damaged_checkpoint(tmp_path) -> None:
+    run = tmp_path / "run"
+    save(run, 1)
+    (save(run, 2) / "state.json").unlink()
+    states = states_during(run, tmp_path / "copies", lambda: save(run, 2))
+    for state in states:
+        latest = latest_checkpoint(state)
+        if latest.name == "cycle_000002" and not (latest / "state.json").exists():
+            with pytest.raises(UserError, match=r"lacks state\.json"):
+                load_checkpoint(latest)
+        else:
+            assert_holds(load_checkpoint(latest), int(latest.name[-6:]))
+    assert latest.name == "cycle_000002"
+
+
+# Disks that are full or cannot be written.
+
+
+def free_bytes(path: Path) -> int:
+    found = os.statvfs(path)
+    return found.f_bavail * found.f_frsize
+
+
+@pytest.mark.parametrize("pages", range(10))
+def test_a_full_disk_publishes_nothing(mount, pages) -> None:
+    disk = mount("size=400k")
+    run = disk / "run"
+    save(run, 1)
+    size = 2000
+    filler = disk / "filler"
+    filler.write_bytes(b"x" * (free_bytes(disk) - pages * os.sysconf("SC_PAGE_SIZE")))
+    before = free_bytes(disk)
+    with pytest.raises(UserError) as error:
+        save(run, 2, size=size)
+    assert "no space is left on the device" in str(error.value)
+    assert "cycle_000002" in str(error.value)
+    assert listing(run) == ["cycle_000001"]
+    assert free_bytes(disk) == before
+    assert_holds(load_checkpoint(latest_checkpoint(run)), 1)
+    # And when there is room again, the run can go on.
+    filler.unlink()
+    assert_holds(load_checkpoint(save(run, 2, size=size)), 2, size)
+
+
+def test_a_disk_without_inodes_publishes_nothing(mount) -> None:
+    run = mount("nr_inodes=14") / "run"
+    save(run, 1)
+    with pytest.raises(UserError, match="no space is left"):
+        save(run, 2)
+    assert listing(run) == ["cycle_000001"]
+    assert_holds(load_checkpoint(latest_checkpoint(run)), 1)
+
+
+def test_a_read_only_disk_is_a_clear_error(mount) -> None:
+    disk = mount("size=1m")
+    save(disk / "run", 1)
+    subprocess.run(["mount", "-o", "remount,ro", str(disk)], check=True)
+    for action in (
+        lambda: save(disk / "run", 2),
+        lambda: write_best(disk / "run", {"cycle": 1, "metric": "recall", "value": 1.0}),
+    ):
+        with pytest.raises(UserError, match=r"could not be written: .*Read-only"):
+            action()
+    assert_holds(load_checkpoint(latest_checkpoint(disk / "run")), 1)
+
+
+def test_a_path_below_a_file_is_a_clear_error(tmp_path) -> None:
+    (tmp_path / "file").write_text("")
+    with pytest.raises(UserError, match=r"cycle_000001 could not be written"):
+        save(tmp_path / "file", 1)
+
+
+def test_other_errors_are_not_hidden_and_leave_nothing_behind(tmp_path) -> None:
+    broken = {**state(1), "counters": {"x": object()}}
+    with pytest.raises(TypeError):
+        save_checkpoint(tmp_path, 1, broken, DOCUMENTS)
+    assert listing(tmp_path) == []
+
+
+def test_the_manifest_lists_every_file(tmp_path) -> None:
+    path = save(tmp_path, 1)
+    listed = json.loads((path / "manifest.json").read_text())["files"]
+    assert sorted(listed) == sorted(FILES)
+    for name, entry in listed.items():
+        assert entry["size"] == (path / name).stat().st_size
+        assert len(entry["sha256"]) == 64

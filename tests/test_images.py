@@ -1,0 +1,47 @@
+"""Samples as files."""
+
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from PIL import Image
+
+from fewstep.errors import UserError
+from fewstep.images import tile, to_picture, write_samples
+
+
+def test_a_picture_shows_the_pixels_enlarged_without_smoothing() -> None:
+    image = torch.tensor([[[-1.0, 1.0], [0.0, 2.0]]])
+    pixels = np.asarray(to_picture(image, least_side=4))
+    assert pixels.shape == (4, 4)
+    assert pixels[::2, ::2].tolist() == [[0, 255], [128, 255]]
+    assert (pixels[:2, :2] == 0).all()
+
+
+def test_tiles_are_placed_row_by_row() -> None:
+    samples = torch.arange(12.0).reshape(12, 1, 1, 1).expand(12, 3, 2, 2)
+    grid = tile(samples, gap=1)
+    assert grid.shape == (3, 3 * 3 - 1, 4 * 3 - 1)
+    assert grid[0, 0::3, 0::3].tolist() == [[0, 1, 2, 3], [4, 5, 6, 7], [8, 9, 10, 11]]
+
+
+def test_colour_images_are_written_in_colour(tmp_path: Path) -> None:
+    samples = torch.full((1, 3, 64, 64), -1.0)
+    samples[:, 0] = 1.0
+    write_samples(samples, tmp_path / "red.png")
+    with Image.open(tmp_path / "red.png") as picture:
+        assert picture.getpixel((5, 5)) == (255, 0, 0)
+
+
+def test_points_are_no_pictures(tmp_path: Path) -> None:
+    points = torch.zeros(4, 2)
+    with pytest.raises(UserError, match="safetensors"):
+        write_samples(points, tmp_path / "points.png")
+    assert "4 samples" in write_samples(points, tmp_path / "points.safetensors")
+
+
+def test_a_place_that_cannot_be_written_is_an_error_that_says_so(tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("")
+    with pytest.raises(UserError, match="could not be written"):
+        write_samples(torch.zeros(1, 1, 8, 8), tmp_path / "file" / "grid.png")

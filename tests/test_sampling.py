@@ -1,0 +1,130 @@
+"""From a role to samples: the trained grid, counted calls, keyed noise."""
+
+from pathlib import Path
+
+import pytest
+import torch
+from torch import Tensor
+
+import fewstep
+from fewstep.methods.method import SamplerSpec
+from fewstep.models.dit import DiT
+from fewstep.sampling import balanced_labels, sample_role
+
+NETWORK = {"num_layers": 1, "num_attention_heads": 1, "attention_head_dim": 8, "patch_size": 4}
+
+
+@pytest.fixture
+def run(tmp_path: Path) -> fewstep.Run:
+    """Two cycles of a four-step student at shift 5, with validation."""
+    optimizer = {"lr": 1e-2}
+    return fewstep.train(
+        fewstep.parse_recipe(
+            {
+                "run_dir": str(tmp_path / "run"),
+                "model": {"family": "dit", "network": NETWORK},
+                "data": {"name": "digits"},
+                "method": {
+                    "name": "dmd2",
+                    "steps": 4,
+                    "shift": 5.0,
+                    "fake_updates_per_student": 1,
+                },
+                "optimizers": {"student": optimizer, "fake_score": optimizer},
+                "train": {"cycles": 2, "batch_size": 4},
+                "validation": {"every": 2, "samples": 16},
+                "logging": {"tensorboard": False},
+            }
+        )
+    )
+
+
+@pytest.fixture
+def timesteps(monkeypatch: pytest.MonkeyPatch) -> list[float]:
+    """The timestep of every network call, as the network is told it."""
+    seen: list[float] = []
+    forward = DiT.forward
+
+    def spy(self: DiT, network: object, x: Tensor, sigma: Tensor, condition: object) -> Tensor:
+        seen.append(float(self.path.timestep(sigma)[0]))
+        return forward(self, network, x, sigma, condition)
+
+    monkeypatch.setattr(DiT, "forward", spy)
+    return seen
+
+
+TRAINED = [1000.0, 937.5, 833.33, 625.0]
+
+
+def test_sampling_calls_the_network_at_exactly_the_trained_timesteps(
+    run: fewstep.Run, timesteps: list[float]
+) -> None:
+    samples = run.sample(8)
+    assert timesteps == pytest.approx(TRAINED, abs=0.01)
+    assert samples.network_calls == run.method.sampler().nfe == 4
+
+
+def test_validation_uses_the_trained_grid_and_no_training_phase(
+    run: fewstep.Run, timesteps: list[float], tmp_path: Path
+) -> None:
+    recipe = run.recipe.model_copy(
+        update={
+            "run_dir": str(tmp_path / "again"),
+            "train": run.recipe.train.model_copy(update={"cycles": 1}),
+        }
+    )
+    spied: list[int] = []
+    fewstep.train(recipe, on_cycle=lambda cycle, results: spied.append(len(timesteps)))
+    # The callback comes right after validation, which made the last four calls before it.
+    assert timesteps[spied[0] - 4 : spied[0]] == pytest.approx(TRAINED, abs=0.01)
+
+
+def test_the_stored_recipe_holds_the_grid_itself(run: fewstep.Run) -> None:
+    stored = fewstep.load_recipe(run.directory / "recipe.yaml")
+    assert [1000 * sigma for sigma in stored.method.sigmas] == pytest.approx(TRAINED, abs=0.01)
+    assert stored.method.sigmas == run.method.sampler().sigmas
+
+
+def test_a_sample_depends_on_its_place_and_label_alone(run: fewstep.Run) -> None:
+    labels = torch.tensor([3, 1, 4, 1, 5, 9])
+    spec = run.method.sampler()
+    whole = sample_role(run.roles, "student", spec, 6, labels=labels, seed=2).images
+    parts = sample_role(run.roles, "student", spec, 6, labels=labels, seed=2, batch_size=2).images
+    fewer = sample_role(run.roles, "student", spec, 3, labels=labels[:3], seed=2).images
+    torch.testing.assert_close(whole, parts, rtol=0, atol=1e-6)
+    torch.testing.assert_close(whole[:3], fewer, rtol=0, atol=1e-6)
+    other = sample_role(run.roles, "student", spec, 6, labels=labels, seed=3).images
+    assert (whole - other).abs().max() > 1e-3
+
+
+def test_all_solvers_start_from_the_same_noise(run: fewstep.Run) -> None:
+    # One Euler, Heun or renoise step from sigma 1 is the same prediction.
+    labels = torch.arange(4)
+    one = [
+        sample_role(run.roles, "student", SamplerSpec((1.0,), solver), 4, labels=labels).images
+        for solver in ("euler", "heun", "renoise")
+    ]
+    assert torch.equal(one[0], one[1])
+    assert torch.equal(one[0], one[2])
+
+
+@pytest.mark.parametrize(
+    ("solver", "guidance", "calls"), [("euler", 1.0, 3), ("euler", 2.0, 6), ("heun", 1.0, 5)]
+)
+def test_network_calls_are_counted_as_they_are_made(
+    run: fewstep.Run, timesteps: list[float], solver: str, guidance: float, calls: int
+) -> None:
+    spec = SamplerSpec((1.0, 0.7, 0.3), solver, guidance)
+    made = sample_role(run.roles, "student", spec, 4, labels=torch.arange(4))
+    assert made.network_calls == len(timesteps) == spec.nfe == calls
+
+
+@pytest.mark.parametrize("labels", [None, torch.tensor([1, 2]), torch.tensor([1, 2, 10])])
+def test_labels_that_do_not_fit_are_refused(run: fewstep.Run, labels: Tensor | None) -> None:
+    with pytest.raises(ValueError, match="class labels"):
+        sample_role(run.roles, "student", run.method.sampler(), 3, labels=labels)
+
+
+def test_balanced_labels_take_each_class_in_turn() -> None:
+    assert balanced_labels(3, 7).tolist() == [0, 1, 2, 0, 1, 2, 0]
+    assert balanced_labels(None, 7) is None
