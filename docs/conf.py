@@ -25,6 +25,7 @@ html_theme = "furo"
 html_title = "Fewstep"
 html_show_sphinx = False
 html_copy_source = False
+smartquotes = False
 
 myst_enable_extensions = ["deflist", "colon_fence"]
 myst_heading_anchors = 3
@@ -45,6 +46,9 @@ def escape_docstring(
     app: Sphinx, what: str, name: str, obj: Any, options: Any, lines: list[str]
 ) -> None:
     """Make a docstring that was written as plain text with backticks safe as reStructuredText."""
+    if what == "property":
+        # Napoleon would take the words before a colon for a type.
+        lines[:] = [line.replace(": ", ", ") for line in lines]
     escaped, table = [], False
     for line in lines:
         if line.lstrip().startswith("|"):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shlex
 import sys
 from pathlib import Path
 from typing import Annotated, Any, Literal, NoReturn
@@ -37,7 +38,7 @@ def train(
     overrides: Annotated[
         list[str] | None,
         typer.Argument(
-            metavar="[KEY=VALUE]...",
+            metavar="KEY=VALUE",
             help="Values that replace those of the recipe, with dots between the parts of a key: "
             "train.cycles=100 optimizers.student.lr=1e-4",
         ),
@@ -78,7 +79,7 @@ def train(
         console.print(f"Complete: {run.cycle} cycles, in {run.directory}")
         console.print(f"Next: fewstep sample {run.directory} --out samples.png", markup=False)
         return
-    command = " ".join(["fewstep train", str(recipe), *changes, "--resume"])
+    command = shlex.join(["fewstep", "train", str(recipe), *changes, "--resume"])
     console.print(
         f"Stopped and saved after cycle {run.cycle}. Go on with:\n  {command}", markup=False
     )
@@ -101,7 +102,8 @@ def sample(
         typer.Option(help="Class labels, as in 3,1,4 or 0-9; by default each class in turn."),
     ] = None,
     prompts: Annotated[
-        Path | None, typer.Option(help="A file of prompts, for text-to-image networks.")
+        Path | None,
+        typer.Option(help="Prompts, for text-to-image networks (no built-in family is one)."),
     ] = None,
     count: Annotated[
         int | None, typer.Option(min=1, help="Number of samples; by default one a class, or 16.")
@@ -165,7 +167,7 @@ def evaluate(
     coverage, class accuracy, network calls (nfe) and seconds. The floor is what one half of the
     real images scores against all of them.
     """
-    from fewstep.comparison import evaluate_sources, write_comparison
+    from fewstep.comparison import count_steps, evaluate_sources, write_comparison
     from fewstep.results import evaluation_table
     from fewstep.source import open_source
 
@@ -173,8 +175,8 @@ def evaluate(
     counts = parse_numbers(steps, "--steps", least=1)
 
     def report_row(row: dict[str, Any]) -> None:
-        distance = row["frechet_distance"]
-        console.print(f"{row['model']}, {row['steps']} steps: Fréchet distance {distance:.4g}")
+        name = f"{row['model']}, {count_steps(row['steps'])}"
+        console.print(f"{name}: Fréchet distance {row['frechet_distance']:.4g}", highlight=False)
 
     document, images = evaluate_sources(
         opened, steps=counts, samples=samples, seed=seed, features=features, on_result=report_row
@@ -193,9 +195,9 @@ def export(
         typer.Option(help="Whose weights; by default student_ema where there is one."),
     ] = None,
     which: Annotated[
-        Literal["latest", "best"],
-        typer.Option(help="Checkpoint: the latest, or the best by validation."),
-    ] = "latest",
+        Literal["latest", "best"] | None,
+        typer.Option(help="Checkpoint of a run; by default the best, if it was validated."),
+    ] = None,
     out: Annotated[
         Path | None, typer.Option(help="Directory to write; by default RUN/export.")
     ] = None,
@@ -206,9 +208,9 @@ def export(
     with the sampling loop in ten lines. LoRA students are merged; the adapter is there as well.
     """
     from fewstep.export import export_run
-    from fewstep.run import open_run
+    from fewstep.run import open_result, open_run
 
-    opened = open_run(run, which)
+    opened = open_result(run) if which is None else open_run(run, which)
     directory = export_run(opened, out or run / "export", role)
     console.print(
         f"Exported {role or opened.result_role} of cycle {opened.cycle} to {directory}; plain "
@@ -221,7 +223,7 @@ def export(
 def inspect(
     target: Annotated[Path, typer.Argument(help="A recipe or a run directory.")],
     overrides: Annotated[
-        list[str] | None, typer.Argument(metavar="[KEY=VALUE]...", help="As for train.")
+        list[str] | None, typer.Argument(metavar="KEY=VALUE", help="As for train.")
     ] = None,
 ) -> None:
     """Show a recipe or a run: roles and memory, the cycle, what is saved, updates done."""

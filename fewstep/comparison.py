@@ -53,18 +53,34 @@ def evaluate_sources(
     data_name = names.pop()
     real = dataset if dataset is not None else _load_data(data_name)
     evaluator = build_evaluator(real, features, data_name)
-    rows, images = [], {}
-    for source in sources:
+    rows: list[dict[str, Any]] = []
+    images: dict[str, Tensor] = {}
+    for name, source in zip(distinct_names(sources), sources, strict=True):
         for count in (None,) if source.few_step or not steps else steps:
             spec = source.sampler(count)
             labels = balanced_labels(source.roles.model.classes, samples)
             made = source.sample(samples, labels, spec, seed)
             metrics = evaluator.evaluate(made.images, labels)
-            rows.append(result_row(source.name, spec.steps, spec.nfe, made.seconds, metrics))
-            plural = "" if spec.steps == 1 else "s"
-            images[f"{source.name}, {spec.steps} step{plural}"] = made.images
+            rows.append(result_row(name, spec.steps, spec.nfe, made.seconds, metrics))
+            images[f"{name}, {count_steps(spec.steps)}"] = made.images
             on_result(rows[-1])
     return evaluation_document(rows, evaluator.floor()), images
+
+
+def count_steps(steps: int) -> str:
+    """The number of steps in words: "1 step", "4 steps"."""
+    return f"{steps} step" if steps == 1 else f"{steps} steps"
+
+
+def distinct_names(sources: Sequence[Source]) -> list[str]:
+    """The sources' names; with their parent's, or numbered, where two would be alike."""
+    names = [source.name for source in sources]
+    if len(set(names)) < len(names):
+        names = [f"{source.path.parent.name}/{source.name}" for source in sources]
+    return [
+        name if names.count(name) == 1 else f"{name} ({names[:i].count(name) + 1})"
+        for i, name in enumerate(names)
+    ]
 
 
 def _load_data(name: str) -> Dataset:
@@ -78,7 +94,10 @@ def _load_data(name: str) -> Dataset:
 
 
 def write_comparison(
-    out: Path, sources: Sequence[Source], document: dict[str, Any], images: Mapping[str, Tensor]
+    out: Path | str,
+    sources: Sequence[Source],
+    document: dict[str, Any],
+    images: Mapping[str, Tensor],
 ) -> Path:
     """Write evaluation.json, the report page and its pictures into a folder; the page's path.
 
@@ -91,7 +110,12 @@ def write_comparison(
     Raises:
         UserError: where the folder cannot be written.
     """
-    runs = [ReportRun(s.name, s.path) for s in sources if (s.path / "metrics.jsonl").is_file()]
+    out = Path(out)
+    runs = [
+        ReportRun(name, source.path)
+        for name, source in zip(distinct_names(sources), sources, strict=True)
+        if (source.path / "metrics.jsonl").is_file()
+    ]
     rows = comparison_rows(document, images)
     classes = sources[0].roles.model.classes
     labels = [str(i % classes) if classes else "" for i in range(PICTURED)]

@@ -62,7 +62,7 @@ class RuntimeSettings(Settings):
     """Where and how precisely to compute."""
 
     device: str = Field("cpu", description="a torch device: cpu, cuda, cuda:1, mps")
-    dtype: Literal["float32", "float64"] = "float32"
+    dtype: Literal["float32", "float64"] = Field("float32", description="of weights and arithmetic")
     threads: Annotated[int, Field(gt=0)] | None = Field(
         None, description="CPU threads; null: torch's own choice"
     )
@@ -72,7 +72,7 @@ class RuntimeSettings(Settings):
 class Recipe(Settings):
     """A whole run."""
 
-    seed: Annotated[int, Field(ge=0)] = 0
+    seed: Annotated[int, Field(ge=0)] = Field(0, description="of all random numbers of the run")
     run_dir: str = Field("runs/unnamed", description="where the run is written")
     model: ModelSettings
     data: DataSettings = DataSettings()
@@ -101,11 +101,10 @@ class Recipe(Settings):
                 f"optimizers: method {method.name!r} trains {', '.join(method.trained_roles)}, "
                 f"but optimizers are given for {', '.join(sorted(optimizers))}"
             )
-        if (self.storage == "shared_base") != (self.lora is not None):
-            raise ValueError(
-                f"lora: needed with storage 'shared_base', and only there; storage is "
-                f"{self.storage!r}"
-            )
+        if self.storage == "shared_base" and self.lora is None:
+            raise ValueError("lora: storage 'shared_base' needs it, for example lora={rank: 16}")
+        if self.storage != "shared_base" and self.lora is not None:
+            raise ValueError(f"lora: only for storage 'shared_base'; storage is {self.storage!r}")
         if method.fake_updates_per_student == 0 and self.cycle != CycleSettings():
             raise ValueError(f"cycle: method {method.name!r} has no fake_score phases to arrange")
         if method.needs_data and self.data.name == "none":
@@ -195,6 +194,16 @@ RecipeDumper.add_implicit_resolver(
 )
 
 
+PLAIN_WORDS = {
+    "a valid integer": "a whole number",
+    "a valid number": "a number",
+    "a valid string": "text",
+    "a valid boolean": "true or false",
+    "a valid array": "a list",
+    "an object": "a section of keys",
+}
+
+
 def describe_problem(problem: dict[str, Any]) -> str:
     """One validation problem in words: key, value, and what would be right."""
     location, tag = [str(part) for part in problem["loc"]], None
@@ -211,6 +220,7 @@ def describe_problem(problem: dict[str, Any]) -> str:
         given = (problem.get("input") or {}).get(field)
         return f"{key}.{field}: {given!r} is not one of {', '.join(known)}"
     message = problem["msg"].removeprefix("Value error, ").removeprefix("Input should be ")
+    message = PLAIN_WORDS.get(message, message)
     if problem["type"] == "value_error":
         return message if key == "recipe" else f"{key}: {message}"
     return f"{key}: {problem.get('input')!r} is given; it should be {message}"

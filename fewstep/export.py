@@ -53,7 +53,7 @@ class ExportDescription(Settings):
     data: str
 
 
-def export_run(run: Run, directory: Path, role: str | None = None) -> Path:
+def export_run(run: Run, directory: Path | str, role: str | None = None) -> Path:
     """Write a role of a run as a diffusers directory, and check it.
 
     Args:
@@ -68,7 +68,7 @@ def export_run(run: Run, directory: Path, role: str | None = None) -> Path:
         UserError: where the role is not there or never moved, the network is of a kind that
             diffusers' schedulers do not sample, or the directory cannot be written.
     """
-    role = role or run.result_role
+    directory, role = Path(directory), role or run.result_role
     check_role(run, role)
     model, spec = run.roles.model, run.method.sampler()
     if not isinstance(model, DiT):
@@ -77,6 +77,12 @@ def export_run(run: Run, directory: Path, role: str | None = None) -> Path:
         raise UserError(
             f"export: FlowMatchEulerDiscreteScheduler samples networks that predict velocity; "
             f"model.prediction is {model.prediction!r}"
+        )
+    if spec.solver == "heun" or spec.guidance != 1:
+        raise UserError(
+            f"export: an export is sampled without guidance and with one network call a step; "
+            f"method.sampling has solver {spec.solver!r} and guidance {spec.guidance}. Export "
+            f"a distilled student instead, or set them to 'euler' and 1"
         )
     check_export_directory(directory)
     temporary = directory.parent / f".{directory.name}.tmp"

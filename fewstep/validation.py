@@ -8,6 +8,7 @@ from typing import Annotated, Any, Literal, final
 from pydantic import Field
 
 from fewstep.data.dataset import Dataset
+from fewstep.errors import UserError
 from fewstep.evaluation import Evaluator
 from fewstep.features import FeatureNetwork, InceptionFeatures, RawFeatures, train_digit_classifier
 from fewstep.methods.method import SamplerSpec
@@ -27,7 +28,7 @@ class ValidationSettings(Settings):
 
     every: Annotated[int, Field(gt=0)] = Field(100, description="cycles between validations")
     samples: Annotated[int, Field(ge=16)] = Field(500, description="student samples each time")
-    batch_size: Annotated[int, Field(gt=0)] = 250
+    batch_size: Annotated[int, Field(gt=0)] = Field(250, description="samples made at once")
     seed: Annotated[int, Field(ge=0)] = Field(1, description="of the samples' noise")
     metric: Literal[
         "frechet_distance",
@@ -49,7 +50,10 @@ def build_evaluator(dataset: Dataset, features: FeatureKind, data_name: str) -> 
     if features == "digits" or (features == "auto" and data_name == "digits"):
         network = train_digit_classifier()
     elif features == "inception":
-        network = InceptionFeatures()
+        try:
+            network = InceptionFeatures()
+        except ImportError as error:
+            raise UserError(f"features: 'inception': {error}") from error
     else:
         network = RawFeatures()
     return Evaluator(dataset.samples, dataset.labels, network)

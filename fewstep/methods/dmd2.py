@@ -1,7 +1,8 @@
-"""DMD2, distribution matching without data (Yin et al., arXiv 2405.14867, algorithm 1).
+"""DMD2, distribution matching without data (Yin et al., arXiv 2405.14867).
 
 The student learns from the difference of two scores of its own noised samples: a frozen teacher
-that knows the data, and a fake score that is kept trained on what the student makes.
+that knows the data, and a fake score that is kept trained on what the student makes. The gradient
+is that of DMD (Yin et al., arXiv 2311.18828), whose equations are cited below.
 """
 
 from __future__ import annotations
@@ -59,13 +60,18 @@ class DMD2Settings(Settings):
     fake_sigmas: SigmaSampling = Field(
         SigmaSampling(), description="noise levels at which the fake score is trained"
     )
-    fake_weighting: DenoisingWeighting = "native"
+    fake_weighting: DenoisingWeighting = Field(
+        "native", description="error that the fake score learns from: of what it predicts, or x0"
+    )
 
     @model_validator(mode="after")
     def _check(self) -> DMD2Settings:
         sigmas = self.grid
         if len(sigmas) != self.steps:
-            raise ValueError(f"steps is {self.steps}, but sigmas has {len(sigmas)} entries")
+            raise ValueError(
+                f"steps is {self.steps}, but sigmas has {len(sigmas)} entries; set "
+                f"method.sigmas=null to make the grid from steps and shift"
+            )
         if any(a <= b for a, b in pairwise(sigmas)):
             raise ValueError(f"sigmas must fall from noise to data, got {list(sigmas)}")
         return self
@@ -197,7 +203,7 @@ class DMD2(Method):
 
     @torch.no_grad()
     def score(self, roles: Roles, x0: Tensor, batch: Batch, draw: Draw) -> Target:
-        """Both scores of the samples at one noise, one sigma and one input (eq. 3)."""
+        """Both scores of the samples at one noise, one sigma and one input (DMD, eq. 7)."""
         eps = draw.normal("eps", batch.sample_ids, x0.shape[1:], x0.dtype)
         sigma = self.settings.score_sigmas.sample(draw, batch.sample_ids, x0.dtype)
         x = roles.model.path.add_noise(x0, eps, sigma)
@@ -227,7 +233,7 @@ class DMD2(Method):
         )
 
     def fake_score_loss(self, roles: Roles, x0: Tensor, batch: Batch, draw: Draw) -> PhaseLoss:
-        """Denoising of detached student samples (eq. 4), at sigmas of its own."""
+        """Denoising of detached student samples (DMD, eq. 6), at sigmas of its own."""
         x0 = x0.detach()
         eps = draw.normal("eps", batch.sample_ids, x0.shape[1:], x0.dtype)
         sigma = self.settings.fake_sigmas.sample(draw, batch.sample_ids, x0.dtype)

@@ -24,9 +24,11 @@ from fewstep.settings import Settings
 class SamplingSettings(Settings):
     """How the trained teacher is sampled for validation, `sample` and `evaluate`."""
 
-    steps: Steps = 50
-    shift: Annotated[float, Field(gt=0)] = 1.0
-    solver: Literal["euler", "heun"] = "euler"
+    steps: Steps = Field(50, description="of validation, `sample` and `evaluate`")
+    shift: Annotated[float, Field(gt=0)] = Field(1.0, description="of the grid, towards noise")
+    solver: Literal["euler", "heun"] = Field(
+        "euler", description="euler: one call a step; heun: two, second order"
+    )
     guidance: Guidance = 1.0
 
 
@@ -39,7 +41,9 @@ class FlowMatchingSettings(Settings):
         0.1, description="share of samples trained without their label, for guidance"
     )
     sigmas: SigmaSampling = SigmaSampling()
-    weighting: DenoisingWeighting = "native"
+    weighting: DenoisingWeighting = Field(
+        "native", description="the error learnt from: of what the network predicts, or of x0"
+    )
     sampling: SamplingSettings = SamplingSettings()
 
     def resolved(self) -> FlowMatchingSettings:

@@ -23,8 +23,8 @@ Sigma = Annotated[float, Field(ge=0, le=1)]
 class SigmaSampling(Settings):
     """How the noise levels of a training loss are drawn, one for each sample."""
 
-    kind: Literal["uniform", "logit_normal"] = "uniform"
-    shift: Annotated[float, Field(gt=0)] = 1.0
+    kind: Literal["uniform", "logit_normal"] = Field("uniform", description="of distribution")
+    shift: Annotated[float, Field(gt=0)] = Field(1.0, description="above 1: towards noise")
     minimum: Sigma = Field(0.0, description="uniform: values are clamped to this and above")
     maximum: Sigma = Field(1.0, description="uniform: values are clamped to this and below")
     mean: float = Field(0.0, description="logit_normal: mean of the logit")

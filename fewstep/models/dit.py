@@ -25,12 +25,12 @@ Positive = Annotated[int, Field(gt=0)]
 class DiTNetwork(Settings):
     """Size of a DiT, in the words of diffusers' `DiTTransformer2DModel`."""
 
-    sample_size: Positive = 8
-    in_channels: Positive = 1
-    patch_size: Positive = 2
-    num_layers: Positive = 4
-    num_attention_heads: Positive = 4
-    attention_head_dim: Positive = 16
+    sample_size: Positive = Field(8, description="height and width of a sample")
+    in_channels: Positive = Field(1, description="channels of a sample")
+    patch_size: Positive = Field(2, description="side of a token's patch")
+    num_layers: Positive = Field(4, description="transformer blocks")
+    num_attention_heads: Positive = Field(4, description="heads of each block")
+    attention_head_dim: Positive = Field(16, description="width of each head")
     num_embeds_ada_norm: Positive = Field(10, description="number of classes")
 
 

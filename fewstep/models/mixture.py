@@ -30,10 +30,10 @@ class MixtureSettings(Settings):
     """Equal Gaussians on a circle (or, beyond two dimensions, at fixed random points)."""
 
     family: Literal["mixture"] = "mixture"
-    weights: None = None
-    dimensions: Annotated[int, Field(ge=1, le=64)] = 2
-    components: Positive = 8
-    radius: Annotated[float, Field(gt=0)] = 2.0
+    weights: None = Field(None, description="none: the teacher is exact")
+    dimensions: Annotated[int, Field(ge=1, le=64)] = Field(2, description="of the points")
+    components: Positive = Field(8, description="number of Gaussians")
+    radius: Annotated[float, Field(gt=0)] = Field(2.0, description="distance of the means from 0")
     std: Annotated[float, Field(gt=0)] = Field(0.2, description="of each component")
     path: Literal["rectified_flow", "variance_preserving", "edm"] = "rectified_flow"
     prediction: PredictionKind = "velocity"

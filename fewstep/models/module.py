@@ -7,6 +7,7 @@ from pathlib import Path as FilePath
 from typing import Literal, final
 
 import torch
+from pydantic import Field
 from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 
@@ -23,7 +24,7 @@ class ModuleSettings(Settings):
     """A model that is passed in from Python: `fewstep.train(recipe, model=ModuleModel(...))`."""
 
     family: Literal["module"] = "module"
-    weights: str | None = None
+    weights: str | None = Field(None, description="a run directory to start from")
 
     def build(self) -> Model:
         """Not possible from a recipe alone."""

@@ -20,7 +20,7 @@ Beta = Annotated[float, Field(ge=0, lt=1)]
 class ScheduleSettings(Settings):
     """The learning rate as a function of a role's successful updates."""
 
-    kind: Literal["constant", "cosine"] = "constant"
+    kind: Literal["constant", "cosine"] = Field("constant", description="after the warm-up")
     warmup_updates: Annotated[int, Field(ge=0)] = Field(
         0, description="linear rise from 0 over this many updates"
     )
@@ -54,10 +54,10 @@ class ScheduleSettings(Settings):
 class OptimizerSettings(Settings):
     """AdamW for one role (Loshchilov & Hutter, arXiv 1711.05101)."""
 
-    lr: Annotated[float, Field(gt=0)]
+    lr: Annotated[float, Field(gt=0)] = Field(description="learning rate, before the schedule")
     betas: Annotated[tuple[Beta, Beta], Field(description="DMD2 uses (0, 0.999)")] = (0.0, 0.999)
-    eps: Annotated[float, Field(gt=0)] = 1e-8
-    weight_decay: Annotated[float, Field(ge=0)] = 0.0
+    eps: Annotated[float, Field(gt=0)] = Field(1e-8, description="AdamW's epsilon")
+    weight_decay: Annotated[float, Field(ge=0)] = Field(0.0, description="decoupled")
     clip_norm: Annotated[float, Field(gt=0)] | None = Field(
         10.0, description="gradients are scaled down to this norm; null: never"
     )

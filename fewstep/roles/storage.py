@@ -26,7 +26,7 @@ ADAPTABLE = (nn.Linear, nn.Conv1d, nn.Conv2d, nn.Conv3d, nn.Embedding)
 class LoraSettings(Settings):
     """Low-rank adapters (Hu et al., arXiv 2106.09685) for `storage: shared_base`."""
 
-    rank: Annotated[int, Field(gt=0)] = 16
+    rank: Annotated[int, Field(gt=0)] = Field(16, description="of each adapter")
     alpha: Annotated[float, Field(gt=0)] = Field(16.0, description="scale is alpha / rank")
     targets: tuple[str, ...] | None = Field(
         None,

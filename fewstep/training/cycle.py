@@ -15,7 +15,9 @@ from fewstep.training.phase import PhaseRequest
 class CycleSettings(Settings):
     """How the phases of a cycle are arranged."""
 
-    order: Literal["student_first", "fake_score_first"] = "student_first"
+    order: Literal["student_first", "fake_score_first"] = Field(
+        "student_first", description="which role is trained first in a cycle"
+    )
     warmup_cycles: Annotated[int, Field(ge=0)] = Field(
         0, description="first cycles that train the fake score only"
     )
