@@ -406,7 +406,7 @@ def test_a_best_whose_checkpoint_is_gone_does_not_count(make_recipe, ten_images,
 
 
 def test_figures_of_another_metric_are_not_compared(make_recipe, ten_images, scores) -> None:
-    scores.update({1: 0.1, 2: 0.2, 3: 0.6, 4: 0.7})
+    scores.update({1: 5.0, 2: 6.0, 3: 0.6, 4: 0.7})
     recipe = make_recipe("dmd2", VALIDATED)
     train(recipe, data=ten_images, **stopping(after=2))
     assert open_run(recipe.run_dir, "best").cycle == 1
