@@ -11,8 +11,6 @@ from typing import Final, final
 
 import torch
 from torch import Tensor, nn
-from torchmetrics.image.fid import FrechetInceptionDistance
-from torchmetrics.image.kid import poly_mmd
 
 from fewstep.features import Classifier, FeatureNetwork
 
@@ -22,6 +20,9 @@ COVERAGE_NEIGHBOURS: Final = 5
 
 def frechet_distance(real: Tensor, samples: Tensor) -> float:
     """Squared Fréchet distance of Gaussians fitted to each set (FID, arXiv 1706.08500, eq. 6)."""
+    # torchmetrics takes seconds to import, and most commands evaluate nothing.
+    from torchmetrics.image.fid import FrechetInceptionDistance
+
     real, samples = _feature_pair(real, samples, at_least=(2, 2))
     metric = FrechetInceptionDistance(
         _Identity(real.shape[1]),
@@ -40,6 +41,8 @@ def kernel_distance(
     The mean over seeded random subsets, of at most the smaller set's size, on which its
     expectation does not depend. It may be negative.
     """
+    from torchmetrics.image.kid import poly_mmd
+
     real, samples = _feature_pair(real, samples, at_least=(2, 2))
     size = min(subset_size, len(real), len(samples))
     random = torch.Generator().manual_seed(seed)

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import Annotated, Any, Literal, final
 
+import torch
 from pydantic import Field
 
 from fewstep.data.dataset import Dataset
@@ -15,7 +16,7 @@ from fewstep.methods.method import SamplerSpec
 from fewstep.roles.role import STUDENT, STUDENT_EMA, Roles
 from fewstep.sampling import balanced_labels, sample_role
 from fewstep.settings import Settings
-from fewstep.training.metrics import Metrics
+from fewstep.training.metrics import Metrics, logger
 from fewstep.training.phase import PhaseResult
 
 FeatureKind = Literal["auto", "digits", "raw", "inception"]
@@ -106,14 +107,20 @@ class ValidationHook:
         if cycle != self._last_cycle and cycle % self._settings.every != 0:
             return
         values = self.validate()
+        if values is None:
+            # The run goes on: it may recover, or end by its skipped updates.
+            message = "no validation: the student's samples are not finite"
+            logger.warning("cycle %d: %s", cycle, message)
+            self._metrics.write("warning", cycle, cycle, {"message": message})
+            return
         self._metrics.write("validation", cycle, cycle, values)
         value = values[self._settings.metric]
         if value is not None and self._improves(value):
             self.best = {"cycle": cycle, "metric": self._settings.metric, "value": value}
             self._on_best(cycle, self.best)
 
-    def validate(self) -> dict[str, Any]:
-        """Metrics of the student as it is now."""
+    def validate(self) -> dict[str, Any] | None:
+        """Metrics of the student as it is now; None where its samples are not finite."""
         s = self._settings
         labels = balanced_labels(self._roles.model.classes, s.samples)
         samples = sample_role(
@@ -125,6 +132,8 @@ class ValidationHook:
             seed=s.seed,
             batch_size=s.batch_size,
         )
+        if not torch.isfinite(samples.images).all():
+            return None
         return dict(self._evaluator.evaluate(samples.images, labels).as_dict())
 
     def _improves(self, value: float) -> bool:

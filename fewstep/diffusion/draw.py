@@ -77,7 +77,7 @@ class Draw:
     phase: str
 
     def _digest(self, stream: str) -> int:
-        text = f"{self.seed}/{self.cycle}/{self.phase}/{stream}"
+        text = repr((self.seed, self.cycle, self.phase, stream))
         return int.from_bytes(hashlib.blake2b(text.encode(), digest_size=8).digest(), "little")
 
     def words(self, stream: str, sample_ids: Tensor, count: int) -> Tensor:

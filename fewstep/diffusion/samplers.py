@@ -80,11 +80,12 @@ def sample_few_step(
 
 
 def sample_heun(predict: Predict, x: Tensor, sigmas: Sequence[float]) -> Tensor:
-    """Second-order deterministic sampler (EDM, arXiv 2206.00364, alg. 1): [B, ...].
+    """Heun's second-order deterministic sampler, as EDM uses it (arXiv 2206.00364): [B, ...].
 
-    Works in the coordinates y = x / (alpha + n), tau = n / (alpha + n), in which every path is
-    the straight line y = (1 - tau) * x0 + tau * eps and dy/dtau = eps - x0. The last step, to
-    zero noise, is Euler's, as in the paper. Arguments as for `sample_few_step`.
+    Unlike the paper's algorithm 1 it works in the coordinates y = x / (alpha + n) and
+    tau = n / (alpha + n), in which every path is the straight line y = (1 - tau) * x0 + tau * eps
+    and dy/dtau = eps - x0. The last step, to zero noise, is Euler's, as in the paper. Arguments
+    as for `sample_few_step`.
     """
     for step, sigma in enumerate(sigmas):
         here = sigma_tensor(sigma, x)

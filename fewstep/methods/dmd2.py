@@ -35,6 +35,8 @@ from fewstep.models.model import Model
 from fewstep.roles.role import FAKE_SCORE, STUDENT, TEACHER_SCORE, Roles
 from fewstep.settings import Settings
 
+LEAST_SCORE_NOISE = 1e-4
+
 
 @final
 class DMD2Settings(Settings):
@@ -150,13 +152,21 @@ class DMD2(Method):
                 f"model.prediction is 'eps', which says nothing of the sample where it is pure "
                 f"noise, as at method.sigmas[0] = {self.sigmas[0]}; start the grid lower"
             )
+        least = torch.tensor(self.settings.score_sigmas.minimum, dtype=torch.float64)
+        noise = float(model.path.noise_scale(least))
+        if noise < LEAST_SCORE_NOISE:
+            raise UserError(
+                f"method.score_sigmas.minimum: {float(least)} is a noise of {noise:.1g} on this "
+                f"model's path, where the two scores differ by rounding alone; raise it until the "
+                f"noise is at least {LEAST_SCORE_NOISE:g}"
+            )
 
     def sampler(self, steps: int | None = None) -> SamplerSpec:
         """The trained grid, or one of another number of steps that it was not trained on."""
         s = self.settings
-        trained = steps is None or steps == len(self.sigmas)
-        sigmas = self.sigmas if trained else few_step_grid(steps or s.steps, s.shift)
-        return SamplerSpec(sigmas, s.transition)
+        if steps is None or steps == len(self.sigmas):
+            return SamplerSpec(self.sigmas, s.transition)
+        return SamplerSpec(few_step_grid(steps, s.shift), s.transition)
 
     def phase_loss(
         self,
@@ -178,7 +188,11 @@ class DMD2(Method):
 
     @torch.no_grad()
     def simulate(self, roles: Roles, batch: Batch, draw: Draw) -> Simulation:
-        """Backward simulation (section 4.5): the student's own steps up to a random exit."""
+        """Backward simulation (section 4.5): the student's own steps up to a random exit.
+
+        Starts from the path's noise at sigma = 1, whatever the grid's first entry is, as the
+        pipelines of diffusers do.
+        """
         model, sigmas = roles.model, self.sigmas
         exit_step = draw.choice("exit", len(sigmas))
         noise = draw.normal(

@@ -34,6 +34,8 @@ def read_network_config(directory: Path, class_name: str) -> dict[str, Any]:
         config = json.loads(file.read_text())
     except (OSError, ValueError) as error:
         raise UserError(f"{file} cannot be read as JSON: {error}") from error
+    if not isinstance(config, dict):
+        raise UserError(f"{file} does not hold a JSON object")
     found = config.get("_class_name")
     if found != class_name:
         raise UserError(f"{file} describes a {found}, where a {class_name} is needed")

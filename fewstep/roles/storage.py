@@ -204,7 +204,11 @@ def build_shared_base(
     targets = settings.targets if settings.targets is not None else model.lora_targets
     check_targets(base, targets)
     lora = LoraConfig(r=settings.rank, lora_alpha=settings.alpha, target_modules=list(targets))
-    return SharedBase(base, adapters, lora)
+    try:
+        return SharedBase(base, adapters, lora)
+    except ValueError as error:
+        # PEFT refuses targets that also match modules it cannot adapt.
+        raise UserError(f"lora.targets: {list(targets)}: {error}") from error
 
 
 def build_independent(model: Model, teacher: nn.Module, roles: Sequence[str]) -> Independent:

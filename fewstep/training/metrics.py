@@ -62,9 +62,11 @@ class JsonLinesSink:
 
     def write(self, series: str, step: int, cycle: int, values: Mapping[str, Any]) -> None:
         """See `MetricsSink.write`."""
-        entry = {"series": series, "cycle": cycle, "step": step, "time": time.time(), **values}
+        # Strict JSON has no NaN or infinity: what a skipped phase gives is null.
+        plain = {k: v if _is_finite(v) else None for k, v in values.items()}
+        entry = {"series": series, "cycle": cycle, "step": step, "time": time.time(), **plain}
         try:
-            self._stream.write(json.dumps(entry) + "\n")
+            self._stream.write(json.dumps(entry, allow_nan=False) + "\n")
         except OSError as error:
             raise UserError(f"{self._file} could not be written: {error}") from error
 
@@ -73,6 +75,10 @@ class JsonLinesSink:
         # What a full disk has left in the buffer was reported by `write`.
         with contextlib.suppress(OSError):
             self._stream.close()
+
+
+def _is_finite(value: Any) -> bool:
+    return not isinstance(value, float) or math.isfinite(value)
 
 
 def _cycle_of(line: str) -> float:
