@@ -35,7 +35,7 @@ MISTAKES = (
     "optimizers.fake_score=null",
     "storage=shared_base",
     "cycle.warmup_cycles=400",
-    "optimizers.student.schedule.kind=cosine",
+    "optimizers.student.schedule.updates=null",
     "train.cycles",
 )
 DISCRIMINATED = {"model": "family", "method": "name"}

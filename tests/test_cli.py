@@ -49,7 +49,12 @@ def project(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A folder with a trained teacher and two students, made by the command itself."""
     folder = tmp_path_factory.mktemp("project")
     teacher = [NETWORK, "train.cycles=6", "train.batch_size=16", "checkpoint.every=3"]
-    student = ["train.cycles=4", "train.batch_size=8", f"model.weights={folder / 'teacher'}"]
+    student = [
+        "train.cycles=4",
+        "train.batch_size=8",
+        "cycle.warmup_cycles=0",
+        f"model.weights={folder / 'teacher'}",
+    ]
     student += ["validation.every=2", "validation.samples=32", "checkpoint.every=2"]
     command(folder / "teacher", "recipes/digits/teacher.yaml", *teacher)
     command(folder / "student", "recipes/digits/student.yaml", *student)
@@ -125,7 +130,7 @@ def test_a_misspelt_key_names_the_right_one(fewstep: RunCommand) -> None:
 def test_wrong_values_are_refused_before_anything_is_written(
     fewstep: RunCommand, project: Path, tmp_path: Path, change: str, words: str
 ) -> None:
-    base = [f"model.weights={project / 'teacher'}", "train.cycles=2"]
+    base = [f"model.weights={project / 'teacher'}", "train.cycles=2", "cycle.warmup_cycles=0"]
     code, _, err = fewstep(
         "train", "recipes/digits/student.yaml", *base, change, "--run-dir", tmp_path / "run"
     )
@@ -162,7 +167,7 @@ def test_damaged_weights_of_a_teacher_are_named(
     weights.write_bytes(content)
     code, _, err = fewstep(
         "train", "recipes/digits/student.yaml", f"model.weights={weights.parent}",
-        "train.cycles=2", "--run-dir", tmp_path / "run",
+        "train.cycles=2", "cycle.warmup_cycles=0", "--run-dir", tmp_path / "run",
     )  # fmt: skip
     assert code == 2
     assert "diffusion_pytorch_model.safetensors is corrupt or truncated" in err
@@ -175,7 +180,8 @@ def test_a_directory_of_diffusers_is_a_teacher(
     fewstep("export", project / "teacher", "--out", tmp_path / "export")
     code, out, err = fewstep(
         "train", "recipes/digits/student.yaml", f"model.weights={tmp_path}/export/transformer",
-        "train.cycles=1", "train.batch_size=4", "validation=null", "--run-dir", tmp_path / "run",
+        "train.cycles=1", "cycle.warmup_cycles=0", "train.batch_size=4", "validation=null",
+        "--run-dir", tmp_path / "run",
     )  # fmt: skip
     assert code == 0, err
     assert "Complete: 1 cycles" in out

@@ -246,7 +246,7 @@ def workplace(tmp_path, monkeypatch) -> Path:
 
 def test_the_python_of_readme_and_export_page_runs(workplace) -> None:
     (code,) = blocks(ROOT / "README.md", "python")
-    tiny = '"train.cycles=1", "train.batch_size=4", "validation=null"'
+    tiny = '"train.cycles=1", "cycle.warmup_cycles=0", "train.batch_size=4", "validation=null"'
     assert '"train.cycles=100"' in code
     names: dict[str, Any] = {}
     exec(code.replace('"train.cycles=100"', tiny), names)

@@ -57,7 +57,7 @@ def test_shifts_form_a_group(sigma: float, shift: float, other: float) -> None:
     torch.testing.assert_close(shift_sigma(once, 1 / shift), s, rtol=1e-12, atol=1e-14)
     torch.testing.assert_close(shift_sigma(once, other), shift_sigma(s, shift * other))
     # Written with the odds of noise to data, a shift is a factor.
-    if 0 < sigma < 1:
+    if 0 < sigma < 1 - 1e-6:  # nearer to 1 the odds are rounding
         odds = float(once / (1 - once))
         assert odds == pytest.approx(shift * sigma / (1 - sigma), rel=1e-6)
 
