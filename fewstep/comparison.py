@@ -8,9 +8,9 @@ from typing import Any
 
 from torch import Tensor
 
-from fewstep.checkpoint import saving
 from fewstep.data.dataset import Dataset, load_dataset
 from fewstep.errors import UserError
+from fewstep.files import saving
 from fewstep.report import ReportRun, write_report
 from fewstep.results import evaluation_document, result_row, write_evaluation
 from fewstep.sampling import balanced_labels

@@ -16,10 +16,10 @@ from peft import get_peft_model_state_dict
 from safetensors.torch import save_file
 from torch import Tensor
 
-from fewstep.checkpoint import saving
 from fewstep.diffusion.paths import RectifiedFlow
 from fewstep.diffusion.samplers import Transition, sample_few_step
 from fewstep.errors import UserError
+from fewstep.files import saving
 from fewstep.methods.method import SamplerSpec, trained_transition
 from fewstep.models import ModelSettings
 from fewstep.models.dit import DiT

@@ -10,8 +10,8 @@ from PIL import Image
 from safetensors.torch import save_file
 from torch import Tensor
 
-from fewstep.checkpoint import saving
 from fewstep.errors import UserError
+from fewstep.files import saving
 
 
 def write_samples(samples: Tensor, out: Path) -> str:

@@ -14,7 +14,7 @@ from rich.table import Table
 from fewstep.checkpoint import complete_checkpoints, read_best, read_manifest
 from fewstep.config import Recipe, dump_recipe
 from fewstep.roles.role import Roles
-from fewstep.run import build_storage, open_run, resolve_recipe
+from fewstep.run import build_roles, build_storage, open_run, resolve_recipe
 from fewstep.training.cycle import plan_cycle
 
 MEBIBYTE = 2**20
@@ -28,15 +28,7 @@ def inspect_recipe(recipe: Recipe) -> RenderableType:
     method.check(model)
     with torch.device("meta"):
         storage = build_storage(recipe, model, model.build_network())
-        roles = Roles(
-            model,
-            storage,
-            recipe.roles,
-            recipe.optimizers.by_role(),
-            recipe.ema,
-            device=torch.device("meta"),
-            dtype=getattr(torch, recipe.runtime.dtype),
-        )
+        roles = build_roles(recipe, model, storage, torch.device("meta"))
     return Group(
         _recipe_panel(recipe), _roles_table(roles), _cycle_text(recipe), _saved_text(recipe)
     )

@@ -203,19 +203,24 @@ def build_worker(
         storage = build_storage(
             recipe, model, teacher if teacher is not None else model.build_network()
         )
-    roles = Roles(
+    roles = build_roles(recipe, model, storage, device)
+    batches: BatchSource = ConditionBatches(model.classes, device)
+    if method.needs_data and dataset is not None:
+        batches = DataBatches(encode_dataset(model, dataset), device, dtype)
+    return Worker(recipe.seed, recipe.train, method, roles, batches)
+
+
+def build_roles(recipe: Recipe, model: Model, storage: Storage, device: torch.device) -> Roles:
+    """The roles of a run over its networks."""
+    return Roles(
         model,
         storage,
         recipe.roles,
         recipe.optimizers.by_role(),
         recipe.ema,
         device=device,
-        dtype=dtype,
+        dtype=getattr(torch, recipe.runtime.dtype),
     )
-    batches: BatchSource = ConditionBatches(model.classes, device)
-    if method.needs_data and dataset is not None:
-        batches = DataBatches(encode_dataset(model, dataset), device, dtype)
-    return Worker(recipe.seed, recipe.train, method, roles, batches)
 
 
 def build_storage(recipe: Recipe, model: Model, teacher: nn.Module) -> Storage:

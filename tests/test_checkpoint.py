@@ -17,6 +17,7 @@ import pytest
 import torch
 
 from fewstep import checkpoint as module
+from fewstep import files
 from fewstep.checkpoint import (
     best_checkpoint,
     checkpoint_path,
@@ -31,6 +32,7 @@ from fewstep.checkpoint import (
 )
 from fewstep.errors import UserError
 
+TRACED = (module.__file__, files.__file__, shutil.__file__)
 DOCUMENTS = {"recipe.yaml": "seed: 1\n", "fingerprint.json": "{}"}
 
 
@@ -240,13 +242,13 @@ def test_pruning_keeps_the_best(tmp_path) -> None:
 def traced(each_line: Callable[[int], None], action: Callable[[], None]) -> int:
     """Run an action, calling `each_line` before each of its lines; their number.
 
-    Lines are those of our module and of the part of the standard library that it calls.
+    Lines are those of our modules and of the part of the standard library that it calls.
     """
     count = 0
 
     def trace(frame: FrameType, event: str, argument: object) -> Any:
         nonlocal count
-        if frame.f_code.co_filename not in (module.__file__, shutil.__file__):
+        if frame.f_code.co_filename not in TRACED:
             return None
         if event == "line":
             count += 1

@@ -11,7 +11,7 @@ import pytest
 PACKAGE = Path(__file__).parents[1] / "fewstep"
 # From the lowest to the highest. A name stands for a module, or for all modules of a package.
 LAYERS = (
-    ("errors", "settings"),
+    ("errors", "settings", "files"),
     ("diffusion",),
     ("models",),
     ("roles",),

@@ -22,7 +22,6 @@ from fewstep.checkpoint import (
     prune_checkpoints,
     read_best,
     save_checkpoint,
-    saving,
     write_best,
 )
 from fewstep.config import Recipe, check_fingerprint, dump_recipe, fingerprint
@@ -30,6 +29,7 @@ from fewstep.data.batches import DataBatches
 from fewstep.data.dataset import Dataset
 from fewstep.diffusion.timesteps import few_step_grid
 from fewstep.errors import UserError
+from fewstep.files import saving
 from fewstep.methods.dmd2 import sample_statistics
 from fewstep.methods.method import SamplerSpec
 from fewstep.models.model import Model
