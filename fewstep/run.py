@@ -28,7 +28,7 @@ from fewstep.models.dit import DiTSettings
 from fewstep.models.model import Model
 from fewstep.roles.role import Roles
 from fewstep.roles.storage import Storage, build_independent, build_shared_base
-from fewstep.sampling import Samples, balanced_labels, sample_role
+from fewstep.sampling import Samples, balanced_labels, cpu_threads, sample_role
 from fewstep.training.worker import Worker
 from fewstep.validation import sampled_role
 
@@ -100,9 +100,10 @@ class Run:
             labels = balanced_labels(self.roles.model.classes, count or 16)
         total = count or (len(labels) if labels is not None else 16)
         sampler = spec or self.method.sampler(steps)
-        return sample_role(
-            self.roles, role or self.result_role, sampler, total, labels=labels, seed=seed
-        )
+        with cpu_threads(self.recipe.runtime.threads):
+            return sample_role(
+                self.roles, role or self.result_role, sampler, total, labels=labels, seed=seed
+            )
 
 
 def is_run_directory(path: Path) -> bool:

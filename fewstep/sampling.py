@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import final
 
@@ -120,3 +121,14 @@ def check_labels(classes: int | None, count: int, labels: Tensor | None) -> None
 def balanced_labels(classes: int | None, count: int) -> Tensor | None:
     """Labels 0, 1, ..., 0, 1, ...: int64 [count]; None for an unconditional network."""
     return None if classes is None else torch.arange(count) % classes
+
+
+@contextmanager
+def cpu_threads(count: int | None) -> Iterator[None]:
+    """Let torch use so many CPU threads in the block; None: as many as it does already."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(count or before)
+    try:
+        yield
+    finally:
+        torch.set_num_threads(before)

@@ -15,7 +15,7 @@ from fewstep.methods.method import SamplerSpec
 from fewstep.roles.role import STUDENT, Roles
 from fewstep.roles.storage import Independent
 from fewstep.run import Run, Which, is_run_directory, open_result, open_run
-from fewstep.sampling import Samples, sample_role
+from fewstep.sampling import Samples, cpu_threads, sample_role
 
 
 @final
@@ -31,6 +31,7 @@ class Source:
         sampler: steps (None: its own) -> how to sample.
         few_step: whether its own grid is the only one that it was trained on.
         data_name: the real data that it is judged by.
+        threads: CPU threads to sample with; None: as many as torch uses already.
     """
 
     name: str
@@ -40,10 +41,12 @@ class Source:
     sampler: Callable[[int | None], SamplerSpec]
     few_step: bool
     data_name: str
+    threads: int | None = None
 
     def sample(self, count: int, labels: Tensor | None, spec: SamplerSpec, seed: int) -> Samples:
         """Samples of this source; noise depends on seed and position alone."""
-        return sample_role(self.roles, self.role, spec, count, labels=labels, seed=seed)
+        with cpu_threads(self.threads):
+            return sample_role(self.roles, self.role, spec, count, labels=labels, seed=seed)
 
 
 def open_source(path: Path | str, which: Which | None = None, role: str | None = None) -> Source:
@@ -80,6 +83,7 @@ def run_source(run: Run, role: str | None = None, name: str | None = None) -> So
         run.method.sampler,
         not run.method.needs_data,
         run.recipe.data.name,
+        run.recipe.runtime.threads,
     )
 
 

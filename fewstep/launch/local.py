@@ -5,8 +5,7 @@ from __future__ import annotations
 import hashlib
 import json
 import os
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, final
 
@@ -35,7 +34,7 @@ from fewstep.methods.method import SamplerSpec
 from fewstep.models.model import Model
 from fewstep.roles.role import TEACHER_SCORE
 from fewstep.run import RECIPE, Run, build_worker, is_run_directory, load_weights, resolve_recipe
-from fewstep.sampling import balanced_labels, sample_role
+from fewstep.sampling import balanced_labels, cpu_threads, sample_role
 from fewstep.training.loop import Hook, StopRequest, train_cycles
 from fewstep.training.metrics import DriftMonitor, LoggingHook, Metrics, open_metrics
 from fewstep.training.phase import PhaseResult
@@ -127,17 +126,6 @@ def check_device(device: str) -> None:
     except (RuntimeError, AssertionError) as error:
         first_line = str(error).splitlines()[0]
         raise UserError(f"runtime.device: {device!r}: {first_line}") from error
-
-
-@contextmanager
-def cpu_threads(count: int | None) -> Iterator[None]:
-    """Let torch use so many CPU threads in the block; None: as many as it does already."""
-    before = torch.get_num_threads()
-    torch.set_num_threads(count or before)
-    try:
-        yield
-    finally:
-        torch.set_num_threads(before)
 
 
 def check_directory(directory: Path, resume: bool) -> None:
