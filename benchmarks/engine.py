@@ -8,7 +8,7 @@ from peft.tuners.tuners_utils import BaseTunerLayer
 from rich.table import Table
 from torch import Tensor, nn
 
-from benchmarks.setup import alternate, digits_worker
+from benchmarks.setup import NETWORKS, alternate, digits_worker
 from fewstep.diffusion.draw import Draw
 from fewstep.training.loop import run_cycle
 from fewstep.training.worker import Worker
@@ -131,9 +131,9 @@ def shared_switch(base: nn.Module) -> Callable[[str], nn.Module]:
     return use
 
 
-def compare(storage: str) -> tuple[float, float, float]:
+def compare(storage: str, network: str) -> tuple[float, float, float]:
     """Median seconds per cycle of engine and plain loop, and the median ratio."""
-    worker = digits_worker(storage)
+    worker = digits_worker(storage, network)
     plain = PlainLoop(worker)
     counters = [0, 0]
     k, cycle_settings = worker.method.fake_updates_per_student, digits_cycle()
@@ -162,9 +162,11 @@ def digits_cycle() -> object:
 def run() -> Table:
     """The table; the goal is a ratio of at most 1.05."""
     table = Table(title="Engine against a plain loop with the same network calls (goal <= 1.05)")
-    for name in ("storage", "engine, ms a cycle", "plain loop, ms a cycle", "ratio"):
-        table.add_column(name, justify="left" if name == "storage" else "right")
-    for storage in ("independent", "shared_base"):
-        ours, theirs, ratio = compare(storage)
-        table.add_row(storage, f"{1e3 * ours:.1f}", f"{1e3 * theirs:.1f}", f"{ratio:.3f}")
+    for name in ("network", "storage", "engine, ms a cycle", "plain loop, ms a cycle", "ratio"):
+        table.add_column(name, justify="left" if name in ("network", "storage") else "right")
+    for network in NETWORKS:
+        for storage in ("independent", "shared_base"):
+            ours, theirs, ratio = compare(storage, network)
+            row = (f"{1e3 * ours:.1f}", f"{1e3 * theirs:.1f}", f"{ratio:.3f}")
+            table.add_row(network, storage, *row)
     return table

@@ -5,21 +5,31 @@ import tempfile
 import time
 from collections.abc import Callable
 
-import torch
-
 import fewstep
 from fewstep.run import build_worker, load_weights
 from fewstep.training.worker import Worker
 
+NETWORKS = {
+    "demo": [],
+    # 0.4M parameters, 16 tokens: still tiny, but a forward pass weighs something.
+    "4 layers, patch 2": [
+        "model.network.num_layers=4",
+        "model.network.attention_head_dim=16",
+        "model.network.patch_size=2",
+    ],
+}
 
-def digits_worker(storage: str, cycles: int = 10_000, batch_size: int = 64) -> Worker:
+
+def digits_worker(
+    storage: str, network: str = "demo", cycles: int = 10_000, batch_size: int = 64
+) -> Worker:
     """A DMD2 worker as the digits' student recipe makes it, over an untrained teacher."""
     file = (
         "recipes/digits/student.yaml"
         if storage == "independent"
         else "recipes/digits/student_shared.yaml"
     )
-    teacher = fewstep.load_recipe("recipes/digits/teacher.yaml")
+    teacher = fewstep.load_recipe("recipes/digits/teacher.yaml", NETWORKS[network])
     recipe = fewstep.load_recipe(
         file,
         [
@@ -50,12 +60,3 @@ def alternate(
                 times[index].append(time.perf_counter() - began)
     ratios = [a / b for a, b in zip(*times, strict=True)]
     return statistics.median(times[0]), statistics.median(times[1]), statistics.median(ratios)
-
-
-def no_grad_inputs(
-    worker: Worker, batch: int
-) -> tuple[torch.Tensor, torch.Tensor, dict[str, torch.Tensor]]:
-    """Noise, sigmas and labels for one network call."""
-    shape = (batch, *worker.roles.model.sample_shape)
-    labels = torch.arange(batch) % (worker.roles.model.classes or 1)
-    return torch.randn(shape), torch.rand(batch), {"class_labels": labels}

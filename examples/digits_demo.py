@@ -101,6 +101,10 @@ def main() -> None:
 if __name__ == "__main__":
     try:
         main()
-    except fewstep.UserError as error:
-        console.print(f"[bold red]Error:[/bold red] {error}")
-        sys.exit(2)
+    except (fewstep.UserError, fewstep.TrainingError) as error:
+        console.print("[bold red]Error:[/bold red]", end=" ")
+        console.print(str(error), markup=False, highlight=False, soft_wrap=True)
+        sys.exit(2 if isinstance(error, fewstep.UserError) else 1)
+    except KeyboardInterrupt:
+        console.print("Interrupted; what was saved before is untouched: run `make demo` to go on")
+        sys.exit(130)

@@ -11,6 +11,7 @@ from sklearn.datasets import make_moons
 from torch import nn
 
 import fewstep
+from fewstep.checkpoint import complete_checkpoints
 
 
 class Perceptron(nn.Module):
@@ -39,7 +40,14 @@ common = {
 def run(values: dict) -> fewstep.Run:
     """Train, or go on with a run that is there already."""
     recipe = fewstep.parse_recipe({**common, **values})
-    return fewstep.train(recipe, model=model, data=data, resume=Path(recipe.run_dir).exists())
+    resume = bool(complete_checkpoints(Path(recipe.run_dir)))
+    try:
+        done = fewstep.train(recipe, model=model, data=data, resume=resume)
+    except (fewstep.UserError, fewstep.TrainingError) as error:
+        sys.exit(f"Error: {error}")
+    if not done.complete:
+        sys.exit(f"Stopped after cycle {done.cycle} and saved: run this again to go on")
+    return done
 
 
 teacher_recipe = {

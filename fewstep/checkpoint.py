@@ -16,7 +16,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Annotated, Any, final
 
-from pydantic import Field
+from pydantic import Field, ValidationError
 from safetensors.torch import load_file
 
 from fewstep.errors import UserError
@@ -32,6 +32,7 @@ from fewstep.settings import Settings
 
 MANIFEST = "manifest.json"
 _NAME = re.compile(r"cycle_(\d{6,})")
+_TEMPORARY = re.compile(r"\.cycle_\d{6,}\.tmp")
 
 
 @final
@@ -44,6 +45,15 @@ class CheckpointSettings(Settings):
     keep: Annotated[int, Field(ge=1)] = Field(
         2, description="newest checkpoints that are kept, besides the best one"
     )
+
+
+@final
+class Best(Settings):
+    """What best.json says: the best validation so far."""
+
+    cycle: Annotated[int, Field(ge=1)]
+    metric: str
+    value: float
 
 
 def checkpoints_directory(run_directory: Path) -> Path:
@@ -112,15 +122,26 @@ def latest_checkpoint(run_directory: Path) -> Path:
 
 
 def read_best(run_directory: Path) -> dict[str, Any] | None:
-    """The best validation so far: {"cycle", "metric", "value"}, or None."""
+    """The best validation so far: {"cycle", "metric", "value"}, or None.
+
+    Raises:
+        UserError: where best.json cannot be read or says something else.
+    """
     file = checkpoints_directory(run_directory) / "best.json"
     try:
-        best: dict[str, Any] = json.loads(file.read_text())
+        return Best.model_validate_json(file.read_bytes()).model_dump()
     except FileNotFoundError:
         return None
-    except (OSError, ValueError) as error:
+    except OSError as error:
         raise UserError(f"{file} cannot be read: {error}") from error
-    return best
+    except ValidationError as error:
+        reasons = "; ".join(
+            ": ".join([*map(str, e["loc"]), e["msg"]]) for e in error.errors(include_url=False)
+        )
+        raise UserError(
+            f"{file} cannot be read: {reasons}. Removing it is safe: which checkpoint is the best "
+            f"is unknown then, until the next validation"
+        ) from error
 
 
 def write_best(run_directory: Path, best: Mapping[str, Any]) -> None:
@@ -254,9 +275,14 @@ def remove_checkpoint(checkpoint: Path) -> None:
 
 
 def remove_leftovers(run_directory: Path) -> None:
-    """Remove what a killed process left: temporary directories and incomplete checkpoints."""
+    """Remove what a killed process left: temporary directories and incomplete checkpoints.
+
+    Files, and directories of other names, are someone else's.
+    """
     directory = checkpoints_directory(run_directory)
     (directory / "best.tmp").unlink(missing_ok=True)
     for path in [*directory.glob(".cycle_*.tmp"), *directory.glob("cycle_*")]:
-        if not is_complete(path) or path.name.endswith(".tmp"):
+        unfinished = _NAME.fullmatch(path.name) and not is_complete(path)
+        ours = unfinished or _TEMPORARY.fullmatch(path.name)
+        if ours and path.is_dir() and not path.is_symlink():
             shutil.rmtree(path)

@@ -30,6 +30,7 @@ console = Console()
 errors = Console(stderr=True)
 
 INTERRUPTED = 130
+UNTOUCHED = "interrupted; what was saved before is untouched"
 
 
 @app.command()
@@ -44,7 +45,8 @@ def train(
         ),
     ] = None,
     run_dir: Annotated[
-        Path | None, typer.Option(help="Where to write the run, instead of the recipe's run_dir.")
+        str | None,
+        typer.Option(metavar="PATH", help="Where to write the run, instead of the recipe's."),
     ] = None,
     resume: Annotated[
         bool,
@@ -62,10 +64,14 @@ def train(
     from fewstep.launch.local import train as run_training
     from fewstep.progress import training_progress
 
-    changes = list(overrides or [])
-    if run_dir is not None:
-        changes.append(f"run_dir={run_dir}")
+    changes, options = list(overrides or []), []
     loaded = load_recipe(recipe, changes)
+    if run_dir is not None:
+        if not run_dir.strip():
+            raise UserError("--run-dir: is empty; name a directory")
+        # Taken as it is: as an override it would be read as YAML.
+        loaded = loaded.model_copy(update={"run_dir": run_dir})
+        options = ["--run-dir", run_dir]
     with training_progress(console, f"{loaded.method.name}", loaded.train.cycles) as on_cycle:
         run = run_training(loaded, resume=resume, on_cycle=on_cycle)
     if run.complete and run.cycles_run == 0:
@@ -76,12 +82,16 @@ def train(
         )
         return
     if run.complete:
-        console.print(f"Complete: {run.cycle} cycles, in {run.directory}")
-        console.print(f"Next: fewstep sample {run.directory} --out samples.png", markup=False)
+        console.print(f"Complete: {run.cycle} cycles, in {run.directory}", markup=False)
+        command = shlex.join(["fewstep", "sample", str(run.directory), "--out", "samples.png"])
+        console.print(f"Next: {command}", markup=False, highlight=False, soft_wrap=True)
         return
-    command = shlex.join(["fewstep", "train", str(recipe), *changes, "--resume"])
+    command = shlex.join(["fewstep", "train", str(recipe), *changes, *options, "--resume"])
     console.print(
-        f"Stopped and saved after cycle {run.cycle}. Go on with:\n  {command}", markup=False
+        f"Stopped and saved after cycle {run.cycle}. Go on with:\n  {command}",
+        markup=False,
+        highlight=False,
+        soft_wrap=True,
     )
     raise typer.Exit(INTERRUPTED)
 
@@ -118,11 +128,15 @@ def sample(
     ] = None,
 ) -> None:
     """Sample a run or an export, on the grid that it was trained on."""
+    from fewstep.export import DESCRIPTION
     from fewstep.images import write_samples
     from fewstep.source import open_source
 
     if prompts is not None:
         raise UserError("--prompts: no network family takes prompts yet; use --classes")
+    if (role is not None or which is not None) and (source / DESCRIPTION).is_file():
+        option = "--role" if role is not None else "--which"
+        raise UserError(f"{option}: {source} is an export, which holds one network; leave it out")
     opened = open_source(source, which, role)
     spec = opened.sampler(steps)
     if steps is not None and opened.few_step and spec.sigmas != opened.sampler(None).sigmas:
@@ -172,7 +186,7 @@ def evaluate(
     from fewstep.source import open_source
 
     opened = [open_source(path, which) for path in sources]
-    counts = parse_numbers(steps, "--steps", least=1)
+    counts = parse_numbers(steps, "--steps", least=1, most=1000)
 
     def report_row(row: dict[str, Any]) -> None:
         name = f"{row['model']}, {count_steps(row['steps'])}"
@@ -238,19 +252,23 @@ def inspect(
         console.print(inspect_recipe(load_recipe(target, overrides or [])))
 
 
-def parse_numbers(text: str, option: str, least: int = 0) -> list[int]:
+def parse_numbers(text: str, option: str, least: int, most: int) -> list[int]:
     """Numbers and ranges, as in "3,1,4" or "0-9"; raises UserError naming the option."""
     numbers: list[int] = []
     for part in text.split(","):
         first, dash, last = part.strip().partition("-")
         try:
-            numbers += range(int(first), int(last) + 1) if dash else [int(first)]
+            low, high = int(first), int(last if dash else first)
         except ValueError as error:
             raise UserError(
                 f"{option}: {part!r} is no number or range; write 3,1,4 or 0-9"
             ) from error
-    if not numbers or min(numbers) < least:
-        raise UserError(f"{option}: {text!r}: numbers from {least} up are needed")
+        # Before it is expanded: a range may be longer than memory.
+        if not least <= low <= high <= most:
+            raise UserError(
+                f"{option}: {part.strip()!r} is given; it takes numbers from {least} to {most}"
+            )
+        numbers += range(low, high + 1)
     return numbers
 
 
@@ -262,9 +280,9 @@ def choose_labels(classes: int | None, wanted: str | None, count: int | None) ->
         if wanted is not None:
             raise UserError("--classes: the network is unconditional")
         return None
-    chosen = parse_numbers(wanted, "--classes") if wanted is not None else list(range(classes))
-    if max(chosen) >= classes:
-        raise UserError(f"--classes: {max(chosen)}: labels are 0 to {classes - 1}")
+    chosen = list(range(classes))
+    if wanted is not None:
+        chosen = parse_numbers(wanted, "--classes", least=0, most=classes - 1)
     total = count or len(chosen)
     return torch.tensor([chosen[i % len(chosen)] for i in range(total)])
 
@@ -285,7 +303,12 @@ def main() -> None:
     except TrainingError as error:
         fail(str(error), 1)
     except KeyboardInterrupt:
-        fail("interrupted; what was saved before is untouched", INTERRUPTED)
+        fail(UNTOUCHED, INTERRUPTED)
+    except SystemExit as exit_:
+        # Typer turns Ctrl-C into a silent exit, which nothing but its cause tells from others.
+        if isinstance(getattr(exit_.__context__, "__cause__", None), KeyboardInterrupt):
+            fail(UNTOUCHED, INTERRUPTED)
+        raise
 
 
 if __name__ == "__main__":

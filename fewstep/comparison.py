@@ -6,12 +6,14 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from fewstep.data.dataset import Dataset, load_dataset
 from fewstep.errors import UserError
 from fewstep.files import saving
-from fewstep.report import ReportRun, write_report
+from fewstep.report import write_report
+from fewstep.report_data import distinct_runs
 from fewstep.results import evaluation_document, result_row, write_evaluation
 from fewstep.sampling import balanced_labels
 from fewstep.source import Source
@@ -45,7 +47,8 @@ def evaluate_sources(
         The evaluation document, and the samples by "<name>, <n> steps".
 
     Raises:
-        UserError: where the sources have no real data to be compared with, or different ones.
+        UserError: where the sources have no real data to be compared with, or different ones, or
+            samples are not finite.
     """
     names = {source.data_name for source in sources}
     if len(names) != 1:
@@ -60,6 +63,8 @@ def evaluate_sources(
             spec = source.sampler(count)
             labels = balanced_labels(source.roles.model.classes, samples)
             made = source.sample(samples, labels, spec, seed)
+            if not torch.isfinite(made.images).all():
+                raise UserError(f"the samples of {name} are not finite")
             metrics = evaluator.evaluate(made.images, labels)
             rows.append(result_row(name, spec.steps, spec.nfe, made.seconds, metrics))
             images[f"{name}, {count_steps(spec.steps)}"] = made.images
@@ -111,11 +116,11 @@ def write_comparison(
         UserError: where the folder cannot be written.
     """
     out = Path(out)
-    runs = [
-        ReportRun(name, source.path)
+    runs = distinct_runs(
+        (name, source.path)
         for name, source in zip(distinct_names(sources), sources, strict=True)
         if (source.path / "metrics.jsonl").is_file()
-    ]
+    )
     rows = comparison_rows(document, images)
     classes = sources[0].roles.model.classes
     labels = [str(i % classes) if classes else "" for i in range(PICTURED)]

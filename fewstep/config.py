@@ -12,7 +12,7 @@ from typing import Annotated, Any, Literal, cast, final, get_args, get_origin
 import omegaconf
 import yaml
 from omegaconf import OmegaConf
-from pydantic import Field, ValidationError, model_validator
+from pydantic import Field, ValidationError, field_validator, model_validator
 
 from fewstep.data.dataset import DataSettings
 from fewstep.errors import UserError
@@ -66,6 +66,13 @@ class RuntimeSettings(Settings):
     threads: Annotated[int, Field(gt=0)] | None = Field(
         None, description="CPU threads; null: torch's own choice"
     )
+
+    @field_validator("device")
+    @classmethod
+    def _check_device(cls, device: str) -> str:
+        if not re.fullmatch(r"cpu|cuda(:[0-9]+)?|mps", device):
+            raise ValueError(f"{device!r} is given; it should be cpu, cuda, cuda:N or mps")
+        return device
 
 
 @final
@@ -179,7 +186,20 @@ def parse_recipe(values: Any, source: str = "recipe") -> Recipe:
 
 def dump_recipe(recipe: Recipe) -> str:
     """The resolved recipe as YAML that `load_recipe` reads."""
-    return yaml.dump(recipe.model_dump(mode="json"), Dumper=RecipeDumper, sort_keys=False)
+    values = escape_interpolations(recipe.model_dump(mode="json"))
+    return yaml.dump(values, Dumper=RecipeDumper, sort_keys=False)
+
+
+def escape_interpolations(values: Any) -> Any:
+    """Plain data with every `${` of its texts written as what OmegaConf reads as just that."""
+    if isinstance(values, dict):
+        return {key: escape_interpolations(value) for key, value in values.items()}
+    if isinstance(values, list):
+        return [escape_interpolations(value) for value in values]
+    if isinstance(values, str) and "${" in values:
+        # Backslashes count only before an interpolation, and at the end of such a text.
+        return re.sub(r"(\\*)\$\{", lambda found: found[1] * 2 + r"\${", values)
+    return values
 
 
 @final

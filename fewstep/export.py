@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import os
 import shutil
 from importlib.resources import files
@@ -30,6 +31,11 @@ from fewstep.settings import Settings
 
 DESCRIPTION = "fewstep.json"
 TOLERANCE = 1e-4
+
+_ADAPTER = (
+    "`lora/` holds the adapter alone. `DiTTransformer2DModel` itself has no `load_lora_adapter`: "
+    "the network\nin `transformer/` has the adapter merged already.\n\n"
+)
 
 
 @final
@@ -62,13 +68,15 @@ def export_run(run: Run, directory: Path | str, role: str | None = None) -> Path
         role: student or student_ema; by default the run's result.
 
     Returns:
-        The directory.
+        The directory, as an absolute path.
 
     Raises:
         UserError: where the role is not there or never moved, the network is of a kind that
-            diffusers' schedulers do not sample, or the directory cannot be written.
+            diffusers' schedulers do not sample, its samples are not finite, or the directory
+            cannot be written.
     """
-    directory, role = Path(directory), role or run.result_role
+    # Absolute: "." has no name, and after it is replaced it is no longer where it was.
+    directory, role = Path(directory).resolve(), role or run.result_role
     check_role(run, role)
     model, spec = run.roles.model, run.method.sampler()
     if not isinstance(model, DiT):
@@ -85,20 +93,46 @@ def export_run(run: Run, directory: Path | str, role: str | None = None) -> Path
             f"a distilled student instead, or set them to 'euler' and 1"
         )
     check_export_directory(directory)
+    check_export_directory(_set_aside(directory))
     temporary = directory.parent / f".{directory.name}.tmp"
     with saving(directory, lambda: shutil.rmtree(temporary, ignore_errors=True)):
         shutil.rmtree(temporary, ignore_errors=True)
         temporary.mkdir(parents=True)
         write_export(run, role, spec, temporary)
         difference = largest_difference(run.roles, role, spec, temporary)
-        if difference > TOLERANCE:
+        if not math.isfinite(difference):
+            raise UserError(
+                f"export: the samples of {role} after cycle {run.cycle} are not finite; nothing "
+                f"was written. Export an earlier checkpoint, or train with a lower learning rate"
+            )
+        if not difference <= TOLERANCE:
             raise UserError(
                 f"export: plain diffusers gives images that differ from ours by {difference:.2g} "
                 f"(at most {TOLERANCE:.0e} is rounding); nothing was written"
             )
-        shutil.rmtree(directory, ignore_errors=True)
-        os.rename(temporary, directory)
+        replace_export(directory, temporary)
     return directory
+
+
+def replace_export(directory: Path, new: Path) -> None:
+    """Move a new export into place; at every moment the old or the new one is on the disk."""
+    old = _set_aside(directory)
+    if directory.exists():
+        if old.exists():
+            shutil.rmtree(old)
+        os.rename(directory, old)
+    try:
+        os.rename(new, directory)
+    except BaseException:
+        if old.exists():
+            os.rename(old, directory)
+        raise
+    shutil.rmtree(old, ignore_errors=True)
+
+
+def _set_aside(directory: Path) -> Path:
+    """Where an export waits while it is replaced."""
+    return directory.parent / f".{directory.name}.old"
 
 
 def check_role(run: Run, role: str) -> None:
@@ -158,7 +192,11 @@ def write_export(run: Run, role: str, spec: SamplerSpec, directory: Path) -> Non
     )
     (directory / DESCRIPTION).write_text(description.model_dump_json(indent=2))
     readme = Template((templates / "export_readme.md").read_text()).substitute(
-        steps=spec.steps, sigmas=list(spec.sigmas), role=role, cycle=run.cycle
+        steps=spec.steps,
+        sigmas=list(spec.sigmas),
+        role=role,
+        cycle=run.cycle,
+        adapter=_ADAPTER if isinstance(storage, SharedBase) else "",
     )
     (directory / "README.md").write_text(readme)
 

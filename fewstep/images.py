@@ -23,18 +23,20 @@ def write_samples(samples: Tensor, out: Path) -> str:
             directory (a picture each).
 
     Raises:
-        UserError: for another ending, samples that are no images, or a place that cannot be
-            written.
+        UserError: for another ending, samples that are no images or not finite, or a place that
+            cannot be written.
     """
+    if out.suffix not in (".png", ".safetensors", ""):
+        raise UserError(f"--out {out}: end it in .png, .safetensors, or name a directory")
+    if out.suffix != ".safetensors" and (samples.ndim != 4 or samples.shape[1] not in (1, 3)):
+        raise UserError(f"--out {out}: the samples are no images; end it in .safetensors")
+    if not torch.isfinite(samples).all():
+        raise UserError(f"--out {out}: the samples are not finite; nothing was written")
     with saving(out):
         out.parent.mkdir(parents=True, exist_ok=True)
         if out.suffix == ".safetensors":
             save_file({"samples": samples.contiguous()}, out)
             return f"{len(samples)} samples in {out}"
-        if out.suffix not in (".png", ""):
-            raise UserError(f"--out {out}: end it in .png, .safetensors, or name a directory")
-        if samples.ndim != 4 or samples.shape[1] not in (1, 3):
-            raise UserError(f"--out {out}: the samples are no images; end it in .safetensors")
         if out.suffix == ".png":
             to_picture(tile(samples)).save(out)
             return f"{len(samples)} images in the grid {out}"

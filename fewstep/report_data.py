@@ -3,6 +3,7 @@
 import json
 import re
 import statistics
+from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -23,10 +24,17 @@ from fewstep.figures import (
 
 @dataclass(frozen=True)
 class ReportRun:
-    """One training run: a directory with metrics.jsonl and recipe.yaml."""
+    """One training run: a directory with metrics.jsonl and recipe.yaml.
+
+    Attributes:
+        name: what the page calls it.
+        path: of the directory.
+        slug: starts the names of its pictures' files; by default made from the name.
+    """
 
     name: str
     path: Path
+    slug: str | None = None
 
 
 @dataclass(frozen=True)
@@ -72,12 +80,32 @@ def slug(name: str) -> str:
     return re.sub(r"[^A-Za-z0-9_-]+", "_", name).strip("_") or "unnamed"
 
 
+def distinct_runs(named: Iterable[tuple[str, Path]]) -> list[ReportRun]:
+    """Runs of these names and directories, with slugs numbered where two would be alike.
+
+    They are alike too where only the case differs: not every disk tells such files apart.
+    """
+    runs: list[ReportRun] = []
+    named = list(named)
+    taken = {slug(name).lower() for name, _ in named}
+    seen: set[str] = set()
+    for name, path in named:
+        unique, count = slug(name), 1
+        while unique.lower() in (seen if count == 1 else taken):
+            count += 1
+            unique = f"{slug(name)}_{count}"
+        seen.add(unique.lower())
+        taken.add(unique.lower())
+        runs.append(ReportRun(name, path, unique))
+    return runs
+
+
 def view_run(run: ReportRun, warnings: list[str]) -> RunView:
     """Gather one run; what a reader must not miss is appended to `warnings`."""
     source = run.path / "metrics.jsonl"
     records, unreadable = read_metrics(source)
     warnings += _warnings(run.name, records)
-    name = slug(run.name)
+    name = run.slug or slug(run.name)
     drawn = (
         loss_picture(name, records),
         gradient_norm_picture(name, records),

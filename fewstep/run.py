@@ -24,6 +24,7 @@ from fewstep.data.batches import BatchSource, ConditionBatches, DataBatches
 from fewstep.data.dataset import Dataset
 from fewstep.errors import UserError
 from fewstep.methods.method import Method, SamplerSpec
+from fewstep.models import ModelSettings
 from fewstep.models.dit import DiTSettings
 from fewstep.models.model import Model
 from fewstep.roles.role import Roles
@@ -140,8 +141,13 @@ def open_result(directory: Path | str, model: Model | None = None) -> Run:
     return open_run(directory, "best" if validated else "latest", model)
 
 
-def resolve_recipe(recipe: Recipe) -> Recipe:
+def resolve_recipe(recipe: Recipe, resumed: Recipe | None = None) -> Recipe:
     """Fill in what is decided elsewhere: the network by the teacher's weights, the grid by steps.
+
+    Args:
+        recipe: as it is given.
+        resumed: the resolved one of a run that is gone on with. It knows the network of the same
+            weights, which are not looked at then: they may be gone.
 
     Raises:
         UserError: where the weights do not exist or contradict the recipe.
@@ -151,8 +157,12 @@ def resolve_recipe(recipe: Recipe) -> Recipe:
     if not isinstance(settings, DiTSettings) or settings.weights is None:
         return recipe
     source = Path(settings.weights)
-    if is_run_directory(source):
+    trained: ModelSettings | None = None
+    if resumed is not None and resumed.model.weights == settings.weights:
+        source, trained = Path(resumed.run_dir), resumed.model
+    elif is_run_directory(source):
         trained = load_recipe(source / RECIPE).model
+    if trained is not None:
         for key in settings.model_fields_set - {"weights"}:
             given, value = getattr(settings, key), getattr(trained, key, None)
             if given is not None and given != value:

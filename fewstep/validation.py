@@ -106,6 +106,8 @@ class ValidationHook:
         """See `Hook`."""
         if cycle != self._last_cycle and cycle % self._settings.every != 0:
             return
+        if self._roles[STUDENT].successful == 0:
+            return  # in the fake-only warm-up there is no student to judge yet
         values = self.validate()
         if values is None:
             # The run goes on: it may recover, or end by its skipped updates.

@@ -236,6 +236,63 @@ def test_pruning_keeps_the_best(tmp_path) -> None:
         read_best(tmp_path)
 
 
+@pytest.mark.parametrize(
+    "content",
+    [
+        b"{}", b"[]", b"3", b"", b"\xff\xfe", b'{"cycle": "x", "metric": "recall", "value": 1}',
+        b'{"cycle": 0, "metric": "recall", "value": 1.0}', b'{"cycle": 1, "metric": "recall"}',
+        b'{"cycle": 1, "metric": "recall", "value": NaN}', b'{"cycle": 1.5}', b'{"cycle": "x"}',
+    ],
+)  # fmt: skip
+def test_a_best_that_says_something_else_is_an_error_that_says_what_to_do(
+    tmp_path, content
+) -> None:
+    save(tmp_path, 1)
+    file = checkpoints_directory(tmp_path) / "best.json"
+    file.write_bytes(content)
+    for action in (read_best, best_checkpoint, lambda run: prune_checkpoints(run, 1)):
+        with pytest.raises(UserError, match=r"best\.json cannot be read.*[Rr]emoving it is safe"):
+            action(tmp_path)
+    file.unlink()
+    assert read_best(tmp_path) is None
+
+
+@pytest.mark.parametrize("value", [0.5, 2])
+def test_the_best_is_read_as_it_was_written(tmp_path, value) -> None:
+    save(tmp_path, 1)
+    best = {"cycle": 1, "metric": "recall", "value": value}
+    write_best(tmp_path, best)
+    assert read_best(tmp_path) == best
+
+
+@pytest.mark.parametrize(
+    "name",
+    [
+        "cycle_notes.txt",
+        "cycle_notes",
+        "cycle_1",
+        ".cycle_mine.tmp",
+        "cycle_000009.old",
+        ".cycle_000008.tmp",
+    ],
+)
+@pytest.mark.parametrize("kind", ["file", "directory", "link"])
+def test_what_a_run_did_not_write_is_not_removed(tmp_path, name, kind) -> None:
+    save(tmp_path, 1)
+    path = checkpoints_directory(tmp_path) / name
+    if kind == "file":
+        path.write_text("mine")
+    elif kind == "link":
+        (tmp_path / "elsewhere").mkdir()
+        path.symlink_to(tmp_path / "elsewhere")
+    else:
+        path.mkdir()
+    save(tmp_path, 2)
+    ours = (name, kind) == (".cycle_000008.tmp", "directory")
+    assert path.exists() != ours
+    assert [p.name for p in complete_checkpoints(tmp_path)] == ["cycle_000001", "cycle_000002"]
+
+
 # Killed at any moment.
 
 

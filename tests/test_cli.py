@@ -2,6 +2,7 @@
 
 import json
 import os
+import shlex
 import signal
 import subprocess
 import sys
@@ -15,6 +16,8 @@ from PIL import Image
 from safetensors.torch import load_file
 
 from fewstep import cli
+from fewstep.launch import local
+from fewstep.run import open_run
 
 ROOT = Path(__file__).parents[1]
 NETWORK = (
@@ -99,6 +102,64 @@ def test_resuming_a_complete_run_says_that_it_is_complete(
     )  # fmt: skip
     assert code == 0
     assert "is complete already: all 6 cycles are done" in out
+
+
+@pytest.mark.parametrize("name", ["my #1 run", "x${seed}", "2024", "true", "a: [b]", "a\\${x}\\"])
+def test_a_run_directory_may_have_any_name(
+    fewstep: RunCommand, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, name: str
+) -> None:
+    recipe = ROOT / "recipes/digits/teacher.yaml"
+    monkeypatch.chdir(tmp_path)
+    changes = [NETWORK, "train.cycles=1", "train.batch_size=4", "logging.tensorboard=false"]
+    changes += ["method.sampling.steps=1", "validation=null"]
+    code, out, err = fewstep("train", recipe, *changes, "--run-dir", name)
+    assert code == 0, err
+    assert (tmp_path / name / "recipe.yaml").is_file()
+    following = next(line for line in out.splitlines() if line.startswith("Next: "))
+    assert shlex.split(following)[1:] == ["fewstep", "sample", name, "--out", "samples.png"]
+    assert open_run(name).recipe.run_dir == name
+    assert fewstep(*shlex.split(following)[2:])[0] == 0
+
+
+def test_an_empty_run_directory_is_refused(fewstep: RunCommand) -> None:
+    for empty in ("", " "):
+        code, _, err = fewstep("train", "recipes/digits/teacher.yaml", "--run-dir", empty)
+        assert code == 2
+        assert "--run-dir: is empty" in err
+
+
+def test_the_command_to_go_on_with_is_whole(
+    fewstep: RunCommand, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    original = local.train_cycles
+
+    def stopped(worker, cycles, k, settings, hooks, stop):
+        stop.requested = True
+        return original(worker, cycles, k, settings, hooks, stop)
+
+    monkeypatch.setattr(local, "train_cycles", stopped)
+    run_dir = str(tmp_path / ("my #1 run" + 20 * "-long"))
+    arguments = ["train", "recipes/digits/teacher.yaml", NETWORK, "--run-dir", run_dir]
+    monkeypatch.setenv("COLUMNS", "40")
+    code, out, _ = fewstep(*arguments)
+    assert code == cli.INTERRUPTED
+    assert shlex.split(out.splitlines()[-1]) == ["fewstep", *arguments, "--resume"]
+
+
+def test_ctrl_c_outside_of_training_is_reported(
+    fewstep: RunCommand, monkeypatch: pytest.MonkeyPatch, project: Path
+) -> None:
+    def interrupt(*args: object) -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr("fewstep.source.open_source", interrupt)
+    code, _, err = fewstep("sample", project / "student")
+    assert code == 130
+    assert "interrupted; what was saved before is untouched" in err
+    code, _, err = fewstep("sample")
+    assert code == 2
+    assert "Missing argument" in err
+    assert "interrupted" not in err
 
 
 def test_a_misspelt_key_names_the_right_one(fewstep: RunCommand) -> None:
@@ -209,7 +270,9 @@ def test_sample_writes_a_grid_a_folder_or_a_tensor(
     ("arguments", "words"),
     [
         (["--classes", "3,x"], "'x' is no number or range"),
-        (["--classes", "10"], "labels are 0 to 9"),
+        (["--classes", "10"], "--classes: '10' is given; it takes numbers from 0 to 9"),
+        (["--classes", "0-99999999999999"], "it takes numbers from 0 to 9"),
+        (["--classes", "3-1"], "it takes numbers from 0 to 9"),
         (["--prompts", "prompts.txt"], "--prompts"),
         (["--out", "samples.bmp"], "end it in .png"),
         (["--role", "teacher"], "--role teacher"),
@@ -221,6 +284,17 @@ def test_sample_refuses_what_it_cannot_do(
     code, _, err = fewstep("sample", project / "student", *arguments)
     assert code == 2
     assert words in err
+
+
+@pytest.mark.parametrize("option", [["--role", "student"], ["--which", "latest"]])
+def test_an_export_has_no_roles_or_checkpoints_to_choose_from(
+    fewstep: RunCommand, project: Path, tmp_path: Path, option: list[str]
+) -> None:
+    assert fewstep("export", project / "student", "--out", tmp_path / "export")[0] == 0
+    code, _, err = fewstep("sample", tmp_path / "export", *option, "--out", tmp_path / "x.png")
+    assert code == 2
+    assert f"{option[0]}: " in err
+    assert "is an export, which holds one network" in err
 
 
 def test_sampling_a_student_at_other_steps_is_pointed_out(

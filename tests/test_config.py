@@ -442,6 +442,9 @@ def test_there_are_recipes() -> None:
         {"run_dir": "1:30"},
         {"run_dir": "0x10"},
         {"run_dir": "~"},
+        {"run_dir": "x${seed}"},
+        {"run_dir": "${"},
+        {"run_dir": "a\\${b}\\"},
         {"validation": {"every": 5}, "data.name": "digits", "ema": None},
         {"model": {"family": "mixture", "path": "edm", "prediction": "x0"}},
         {"model": {"family": "dit", "weights": "some/where"}},
@@ -449,6 +452,17 @@ def test_there_are_recipes() -> None:
 )
 def test_recipes_come_back_from_the_file(make_recipe, tmp_path, method, changes) -> None:
     assert_round_trip(make_recipe(method, changes), tmp_path / "copy.yaml")
+
+
+@pytest.mark.parametrize("device", ["cpu", "cuda", "cuda:1", "mps"])
+def test_devices(make_recipe, device) -> None:
+    assert make_recipe("dmd2", {"runtime.device": device}).runtime.device == device
+
+
+@pytest.mark.parametrize("device", ["quantum", "meta", "cuda:", "cuda:-1", "cpu:0\n", ""])
+def test_other_devices_are_refused(recipe_values, device) -> None:
+    words = f"runtime.device: {device!r} is given; it should be cpu, cuda, cuda:N or mps"
+    assert words in problem(recipe_values("dmd2", {"runtime.device": device}))
 
 
 def test_explicit_sigmas_come_back_bit_for_bit(make_recipe, tmp_path) -> None:

@@ -1,6 +1,7 @@
 """An export samples the same in plain diffusers as here."""
 
 import json
+import os
 import re
 from itertools import pairwise
 from pathlib import Path
@@ -215,3 +216,77 @@ def test_an_exported_lora_loads_in_diffusers_with_every_key_and_gives_our_output
     output = capfd.readouterr().err
     assert "missing" not in output.lower()
     assert "unexpected" not in output.lower()
+
+
+# Samples that are not finite, and replacing.
+
+
+@pytest.mark.parametrize("value", [float("nan"), float("inf")])
+def test_samples_that_are_not_finite_are_refused(
+    runs: dict, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, value: float
+) -> None:
+    run = runs["independent", "euler"]
+    plain_network = run.roles.storage.plain_network
+
+    def broken(role: str) -> torch.nn.Module:
+        network = plain_network(role)
+        with torch.no_grad():
+            next(network.parameters()).fill_(value)
+        return network
+
+    monkeypatch.setattr(run.roles.storage, "plain_network", broken)
+    with pytest.raises(UserError, match="not finite"):
+        export_run(run, tmp_path / "export")
+    assert list(tmp_path.iterdir()) == []
+
+
+def contents(directory: Path) -> dict[str, bytes]:
+    files = (p for p in directory.rglob("*") if p.is_file())
+    return {str(p.relative_to(directory)): p.read_bytes() for p in files}
+
+
+def test_the_current_directory_is_replaced(
+    runs: dict, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    export_run(runs["independent", "euler"], tmp_path / "export")
+    monkeypatch.chdir(tmp_path / "export")
+    directory = export_run(runs["independent", "renoise"], ".")
+    assert directory == tmp_path / "export"
+    assert json.loads((directory / "fewstep.json").read_text())["solver"] == "renoise"
+    assert [p.name for p in tmp_path.iterdir()] == ["export"]
+
+
+def test_an_export_that_cannot_be_moved_into_place_leaves_the_old_one(
+    runs: dict, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    directory = export_run(runs["independent", "euler"], tmp_path / "export")
+    before, rename = contents(directory), os.rename
+
+    def fail(source: Path, target: Path) -> None:
+        if source.name == ".export.tmp":
+            raise OSError("broken")
+        rename(source, target)
+
+    monkeypatch.setattr(os, "rename", fail)
+    with pytest.raises(UserError, match="could not be written"):
+        export_run(runs["independent", "renoise"], directory)
+    assert contents(directory) == before
+    assert [p.name for p in tmp_path.iterdir()] == ["export"]
+
+
+def test_what_a_killed_replacement_set_aside_goes_with_the_next_one(
+    runs: dict, tmp_path: Path
+) -> None:
+    directory = export_run(runs["independent", "euler"], tmp_path / "export")
+    directory.rename(tmp_path / ".export.old")
+    export_run(runs["independent", "renoise"], directory)
+    assert [p.name for p in tmp_path.iterdir()] == ["export"]
+
+
+@pytest.mark.parametrize("storage", ["independent", "shared_base"])
+def test_the_readme_tells_of_an_adapter_where_there_is_one(
+    runs: dict, tmp_path: Path, storage: str
+) -> None:
+    directory = export_run(runs[storage, "euler"], tmp_path / "export")
+    told = "merged already" in (directory / "README.md").read_text()
+    assert told == (directory / "lora").is_dir() == (storage == "shared_base")

@@ -45,3 +45,24 @@ def test_a_place_that_cannot_be_written_is_an_error_that_says_so(tmp_path: Path)
     (tmp_path / "file").write_text("")
     with pytest.raises(UserError, match="could not be written"):
         write_samples(torch.zeros(1, 1, 8, 8), tmp_path / "file" / "grid.png")
+
+
+@pytest.mark.parametrize("value", [float("nan"), float("inf")])
+@pytest.mark.parametrize("name", ["grid.png", "tensor.safetensors", "folder"])
+def test_samples_that_are_not_finite_are_refused(tmp_path: Path, name: str, value: float) -> None:
+    samples = torch.zeros(2, 1, 8, 8)
+    samples[1, 0, 3, 3] = value
+    with pytest.raises(UserError, match="not finite"):
+        write_samples(samples, tmp_path / "below" / name)
+    assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.parametrize(
+    ("shape", "name"), [((1, 1, 8, 8), "grid.jpg"), ((4, 2), "grid.png"), ((4, 2), "folder")]
+)
+def test_what_is_refused_makes_no_directory(
+    tmp_path: Path, shape: tuple[int, ...], name: str
+) -> None:
+    with pytest.raises(UserError, match="--out"):
+        write_samples(torch.zeros(shape), tmp_path / "below" / name)
+    assert list(tmp_path.iterdir()) == []

@@ -18,6 +18,7 @@ from fewstep.figures.curves import smooth
 from fewstep.figures.grid import MAX_COLUMNS, MAX_TILE_PIXELS, TILE_PIXELS, grid_picture
 from fewstep.figures.theme import PIXEL_RATIO
 from fewstep.report import ReportRun, read_metrics, write_report
+from fewstep.report_data import distinct_runs
 
 EVALUATION: dict[str, Any] = {
     "samples": 500,
@@ -348,3 +349,18 @@ def test_writing_replaces_and_leaves_nothing_else(full: Path, tmp_path: Path) ->
     assert [path.name for path in tmp_path.iterdir()] == ["report.html"]
     assert "new" in (tmp_path / "report.html").read_text()
     assert not [path for path in full.iterdir() if path.name.startswith(".")]
+
+
+@pytest.mark.parametrize(
+    "names",
+    [("a b", "a_b"), ("数字", "手写"), ("a b", "a_b", "a_b_2", "a/b"), ("Run", "run")],
+)
+def test_names_that_would_share_a_file_are_numbered(tmp_path: Path, names: tuple[str, ...]) -> None:
+    made = [make_run(tmp_path, str(i), healthy()) for i in range(len(names))]
+    runs = distinct_runs((name, run.path) for name, run in zip(names, made, strict=True))
+    page = report(tmp_path / "out", *runs)
+    assert [run.name for run in runs] == list(names)
+    ids = [attributes["id"] for attributes in page.find("h3") if "id" in attributes]
+    assert len(set(ids)) == len(names)
+    losses = list((tmp_path / "out").glob("*_loss.png"))
+    assert len({file.name.lower() for file in losses}) == len(names)

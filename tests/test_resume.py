@@ -332,15 +332,49 @@ def test_the_frozen_average_is_restored(make_recipe, storage) -> None:
     assert opened.result_role == "student_ema"
 
 
-@pytest.mark.parametrize("checkpointed", [True, False])
-def test_a_directory_that_holds_a_run_is_refused(make_recipe, checkpointed) -> None:
+def test_a_directory_that_holds_a_run_is_refused(make_recipe) -> None:
+    train(make_recipe())
+    with pytest.raises(UserError, match=r"holds a run already \(up to cycle 4\).*--resume"):
+        train(make_recipe("dmd2", {"seed": 9}))
+
+
+def test_a_run_without_a_checkpoint_is_started_anew(
+    make_recipe, tmp_path, caplog, flat_state, assert_equal_states
+) -> None:
     recipe = make_recipe()
     train(recipe)
-    if not checkpointed:
-        shutil.rmtree(Path(recipe.run_dir) / "checkpoints")
-    with pytest.raises(UserError, match="holds a run already") as error:
-        train(make_recipe("dmd2", {"seed": 9}))
-    assert ("--resume" in str(error.value)) == checkpointed
+    directory = Path(recipe.run_dir)
+    for checkpoint in complete_checkpoints(directory):
+        (checkpoint / "manifest.json").unlink()
+    (directory / "checkpoints" / "best.json").write_text("{}")
+    with pytest.raises(UserError, match="no complete checkpoint to go on from; start it without"):
+        train(recipe, resume=True)
+    changes = {"seed": 9, "checkpoint.every": 3}
+    run = train(make_recipe("dmd2", changes))
+    assert "ended before its first checkpoint: starting it anew" in caplog.text
+    whole = train(make_recipe("dmd2", {**changes, "run_dir": str(tmp_path / "whole")}))
+    assert_equal_states(flat_state(run), flat_state(whole))
+    assert entries(directory) == entries(tmp_path / "whole")
+    lines = (directory / "metrics.jsonl").read_text().splitlines()
+    assert sum('"reference"' in line for line in lines) == 1
+    assert not (directory / "checkpoints" / "best.json").exists()
+    assert open_run(directory).recipe.seed == 9
+
+
+def test_a_run_goes_on_without_its_teacher(
+    make_recipe, ten_images, tmp_path, storage, flat_state, assert_equal_states
+) -> None:
+    teacher = make_recipe("flow_matching", {"run_dir": str(tmp_path / "teacher")})
+    train(teacher, data=ten_images)
+    model = {"family": "dit", "weights": teacher.run_dir}
+    changes = {"model": model, "storage": storage}
+    whole = train(make_recipe("dmd2", {**changes, "run_dir": str(tmp_path / "whole")}))
+    recipe = make_recipe("dmd2", changes)
+    train(recipe, **stopping(after=2))
+    shutil.rmtree(teacher.run_dir)
+    with pytest.raises(UserError, match=r"model\.prediction is 'v', but"):
+        train(make_recipe("dmd2", {**changes, "model": {**model, "prediction": "v"}}), resume=True)
+    assert_equal_states(flat_state(train(recipe, resume=True)), flat_state(whole))
 
 
 # The best.

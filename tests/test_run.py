@@ -220,7 +220,11 @@ def nothing_is_loaded(monkeypatch) -> None:
         ("dmd2", {"model.prediction": "eps"}, r"model\.prediction is 'eps'.*start the grid lower"),
         ("flow_matching", {}, "the recipe needs a data set"),
         ("dmd2", {"validation": {"every": 1}}, "the recipe needs a data set"),
-        ("dmd2", {"runtime.device": "quantum"}, r"runtime\.device: 'quantum'"),
+        (
+            "flow_matching",
+            {"model.prediction": "eps"},
+            r"model\.prediction is 'eps'.*the sampler's first sigma = 1\.0",
+        ),
         ("dmd2", {"runtime.device": "cuda:77"}, r"runtime\.device: 'cuda:77'"),
         ("dmd2", {"model": {"family": "dit", "weights": "/no/where"}}, r"model\.weights: /no/wh"),
         ("dmd2", {"model": {"family": "module"}}, "is a network given from Python"),
@@ -270,6 +274,47 @@ def test_data_that_do_not_fit_the_network_are_refused(make_recipe, samples, labe
     with pytest.raises(UserError, match=text):
         train(recipe, data=Dataset(samples, labels))
     assert not Path(recipe.run_dir).exists()
+
+
+class Misshapen(torch.nn.Linear):
+    def forward(self, x: torch.Tensor, sigma: torch.Tensor) -> torch.Tensor:
+        return super().forward(x)
+
+
+@pytest.mark.parametrize(
+    ("build", "text"),
+    [
+        (
+            lambda: Misshapen(2, 3),
+            r"model: the network returns shape \(2, 3\), its input has \(2, 2",
+        ),
+        (lambda: Misshapen(5, 2), "model: the network cannot be called: mat1 and mat2 shapes"),
+        (lambda: Misshapen(2, 10**16), "model: the network cannot be built: "),
+    ],
+)
+def test_a_network_that_cannot_work_is_refused(make_recipe, build, text) -> None:
+    recipe = make_recipe("dmd2", {"model": {"family": "module"}, "method.guidance": 1.0})
+    with pytest.raises(UserError, match=text) as error:
+        train(recipe, model=ModuleModel(build, (2,)))
+    assert len(str(error.value).splitlines()) == 1
+    assert not Path(recipe.run_dir).exists()
+
+
+@pytest.mark.parametrize("part", ["teacher_statistics", "build_evaluator", "open_metrics"])
+@pytest.mark.parametrize("failure", [UserError, KeyboardInterrupt])
+def test_what_fails_before_the_first_cycle_leaves_no_run(
+    make_recipe, ten_images, monkeypatch, part, failure
+) -> None:
+    def fail(*args: Any) -> None:
+        raise failure("not now")
+
+    recipe = make_recipe("dmd2", {"validation": {"every": 1, "samples": 16}, "data.name": "custom"})
+    with monkeypatch.context() as patch:
+        patch.setattr(f"fewstep.launch.local.{part}", fail)
+        with pytest.raises(failure, match="not now"):
+            train(recipe, data=ten_images)
+    assert not (Path(recipe.run_dir) / "recipe.yaml").exists()
+    assert train(recipe, data=ten_images).complete
 
 
 @pytest.mark.parametrize("below", ["", "/deeper", "/deeper/still"])

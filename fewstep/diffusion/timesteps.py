@@ -47,14 +47,21 @@ def uniform_sigma(
 
 
 def logit_normal_sigma(
-    normal: Tensor, mean: float = 0.0, std: float = 1.0, shift: float = 1.0
+    normal: Tensor,
+    mean: float = 0.0,
+    std: float = 1.0,
+    shift: float = 1.0,
+    sigma_min: float = 0.0,
+    sigma_max: float = 1.0,
 ) -> Tensor:
-    """Training sampler of SD3 (arXiv 2403.03206, section 3.1): sigmoid of a normal, shifted.
+    """Training sampler of SD3 (arXiv 2403.03206, section 3.1), shifted and clamped.
 
     Args:
         normal: [B], standard normal.
         mean: of the logit.
         std: of the logit.
         shift: see `shift_sigma`.
+        sigma_min: least value.
+        sigma_max: greatest value.
     """
-    return shift_sigma(torch.sigmoid(mean + std * normal), shift)
+    return shift_sigma(torch.sigmoid(mean + std * normal), shift).clamp(sigma_min, sigma_max)

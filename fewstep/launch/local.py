@@ -5,7 +5,8 @@ from __future__ import annotations
 import hashlib
 import json
 import os
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, final
 
@@ -14,6 +15,7 @@ import torch
 from fewstep.checkpoint import (
     checkpoint_cycle,
     checkpoint_path,
+    checkpoints_directory,
     complete_checkpoints,
     is_complete,
     latest_checkpoint,
@@ -23,20 +25,29 @@ from fewstep.checkpoint import (
     save_checkpoint,
     write_best,
 )
-from fewstep.config import Recipe, check_fingerprint, dump_recipe, fingerprint
+from fewstep.config import Recipe, check_fingerprint, dump_recipe, fingerprint, load_recipe
 from fewstep.data.batches import DataBatches
 from fewstep.data.dataset import Dataset
 from fewstep.diffusion.timesteps import few_step_grid
 from fewstep.errors import UserError
+from fewstep.evaluation import Evaluator
 from fewstep.files import saving
 from fewstep.methods.dmd2 import sample_statistics
 from fewstep.methods.method import SamplerSpec
 from fewstep.models.model import Model
-from fewstep.roles.role import TEACHER_SCORE
-from fewstep.run import RECIPE, Run, build_worker, is_run_directory, load_weights, resolve_recipe
+from fewstep.roles.role import STUDENT, TEACHER_SCORE, Roles
+from fewstep.run import (
+    RECIPE,
+    Run,
+    build_worker,
+    is_run_directory,
+    load_weights,
+    resolve_recipe,
+    seeded,
+)
 from fewstep.sampling import balanced_labels, cpu_threads, sample_role
 from fewstep.training.loop import Hook, StopRequest, train_cycles
-from fewstep.training.metrics import DriftMonitor, LoggingHook, Metrics, open_metrics
+from fewstep.training.metrics import DriftMonitor, LoggingHook, Metrics, logger, open_metrics
 from fewstep.training.phase import PhaseResult
 from fewstep.training.worker import Worker
 from fewstep.validation import ValidationHook, build_evaluator
@@ -87,25 +98,36 @@ def train_in_process(
     stop: StopRequest,
 ) -> Run:
     """The body of `train`, with the threads set."""
-    recipe = resolve_recipe(recipe)
     directory = Path(recipe.run_dir)
     check_directory(directory, resume)
+    recipe = resolve_recipe(recipe, resumed_recipe(directory) if resume else None)
     model = model or recipe.model.build()
     recipe.method.build().check(model)
     dataset = data if data is not None else recipe.data.load()
     if dataset is None and (recipe.data.name == "custom" or recipe.validation is not None):
         raise UserError("data: the recipe needs a data set; pass it as train(recipe, data=...)")
-    worker = build_worker(recipe, model, dataset, None if resume else load_weights(recipe, model))
+    with reporting("model: the network cannot be built"):
+        teacher = None if resume else load_weights(recipe, model)
+        worker = build_worker(recipe, model, dataset, teacher)
+    check_network(worker.roles, recipe.seed)
     start = restore(directory, recipe, worker) if resume else 0
     run = Run(directory, recipe, worker, start)
     if run.complete:
         return run
+    # All that may fail comes before the recipe is written, which makes it a run directory.
+    reference = teacher_statistics(run) if TEACHER_SCORE in run.roles else None
+    evaluator = None
+    if recipe.validation is not None and dataset is not None:
+        evaluator = build_evaluator(dataset, recipe.validation.features, recipe.data.name)
     with saving(directory):
         directory.mkdir(parents=True, exist_ok=True)
-        write_recipe(directory, recipe)
+        if not resume:
+            remove_unsaved(directory)
         metrics = open_metrics(recipe.logging, directory, start)
     try:
-        hooks = build_hooks(run, dataset, metrics, on_cycle)
+        with saving(directory):
+            write_recipe(directory, recipe)
+        hooks = build_hooks(run, reference, evaluator, metrics, on_cycle)
         cycles = range(start + 1, recipe.train.cycles + 1)
         k = worker.method.fake_updates_per_student
         with stop.on_interrupt():
@@ -132,15 +154,13 @@ def check_directory(directory: Path, resume: bool) -> None:
     """Raise UserError unless a run can be started, or resumed, in the directory."""
     if directory.exists() and not directory.is_dir():
         raise UserError(f"run_dir: {directory} is a file; name a directory")
-    if resume:
-        latest_checkpoint(directory)
-    elif is_run_directory(directory):
-        cycles = [checkpoint_cycle(c) for c in complete_checkpoints(directory)]
-        if not cycles:
-            raise UserError(
-                f"run_dir: {directory} holds a run already, which ended before its first "
-                f"checkpoint; remove it, or choose another directory with --run-dir"
-            )
+    cycles = [checkpoint_cycle(c) for c in complete_checkpoints(directory)]
+    if resume and not cycles:
+        raise UserError(
+            f"run_dir: {directory} holds no complete checkpoint to go on from; start it without "
+            f"--resume"
+        )
+    if cycles and not resume:
         raise UserError(
             f"run_dir: {directory} holds a run already (up to cycle {cycles[-1]}); go on with "
             f"--resume, or choose another directory with --run-dir"
@@ -150,6 +170,56 @@ def check_directory(directory: Path, resume: bool) -> None:
         raise UserError(f"run_dir: {directory} cannot be made: {parent} is a file")
     if not os.access(parent, os.W_OK):
         raise UserError(f"run_dir: {directory} cannot be written (no permission for {parent})")
+
+
+def remove_unsaved(directory: Path) -> None:
+    """Clear away what a run that ended before its first checkpoint has left: its records."""
+    if is_run_directory(directory):
+        logger.warning(
+            "%s holds a run already, which ended before its first checkpoint: starting it anew",
+            directory,
+        )
+    for file in (
+        directory / RECIPE,
+        directory / "metrics.jsonl",
+        checkpoints_directory(directory) / "best.json",
+    ):
+        file.unlink(missing_ok=True)
+
+
+def resumed_recipe(directory: Path) -> Recipe | None:
+    """The recipe that a run directory holds."""
+    return load_recipe(directory / RECIPE) if is_run_directory(directory) else None
+
+
+@contextmanager
+def reporting(what: str) -> Iterator[None]:
+    """Turn torch's refusals (impossible sizes, no memory) into a UserError that begins so."""
+    try:
+        yield
+    except (RuntimeError, MemoryError) as error:
+        lines = str(error).splitlines() or [type(error).__name__]
+        raise UserError(f"{what}: {lines[0]}") from error
+
+
+def check_network(roles: Roles, seed: int) -> None:
+    """Call the student's network once; raises UserError where it does not give what it is given."""
+    model = roles.model
+    x = torch.zeros(2, *model.sample_shape, device=roles.device, dtype=roles.dtype)
+    condition = {key: value.to(roles.device) for key, value in model.example_condition(2).items()}
+    # A network of the caller's may draw from the global generator.
+    with (
+        reporting("model: the network cannot be called"),
+        seeded(seed, "trial"),
+        torch.no_grad(),
+        roles.use(STUDENT) as student,
+    ):
+        output = model.forward(student.network, x, x.new_full((2,), 0.5), condition)
+    if output.shape != x.shape:
+        raise UserError(
+            f"model: the network returns shape {tuple(output.shape)}, its input has "
+            f"{tuple(x.shape)}"
+        )
 
 
 def restore(directory: Path, recipe: Recipe, worker: Worker) -> int:
@@ -186,23 +256,26 @@ def write_recipe(directory: Path, recipe: Recipe) -> None:
 
 
 def build_hooks(
-    run: Run, dataset: Dataset | None, metrics: Metrics, on_cycle: OnCycle | None
+    run: Run,
+    reference: dict[str, float] | None,
+    evaluator: Evaluator | None,
+    metrics: Metrics,
+    on_cycle: OnCycle | None,
 ) -> list[Hook]:
     """What happens after each cycle: log, watch, validate, call back, save (in this order)."""
     recipe, roles, last = run.recipe, run.roles, run.recipe.train.cycles
     hooks: list[Hook] = [LoggingHook(metrics, recipe.logging, last)]
-    if TEACHER_SCORE in roles:
-        reference = teacher_statistics(run)
+    if reference is not None:
         metrics.write("reference", 0, run.cycle, reference)
         hooks.append(DriftMonitor(metrics, reference))
     saver = CheckpointHook(run)
-    if recipe.validation is not None and dataset is not None:
+    if recipe.validation is not None and evaluator is not None:
         hooks.append(
             ValidationHook(
                 recipe.validation,
                 roles,
                 run.method.sampler(),
-                build_evaluator(dataset, recipe.validation.features, recipe.data.name),
+                evaluator,
                 metrics,
                 last,
                 known_best(run.directory),

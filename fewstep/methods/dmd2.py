@@ -14,7 +14,7 @@ from itertools import pairwise
 from typing import Annotated, ClassVar, Literal, final
 
 import torch
-from pydantic import Field, model_validator
+from pydantic import Field, field_validator, model_validator
 from torch import Tensor
 
 from fewstep.data.batches import Batch
@@ -30,7 +30,7 @@ from fewstep.diffusion.samplers import Transition, sigma_tensor, transition
 from fewstep.diffusion.timesteps import few_step_grid
 from fewstep.errors import UserError
 from fewstep.methods.method import Method, PhaseLoss, SamplerSpec
-from fewstep.methods.options import Guidance, SigmaSampling, check_guidance
+from fewstep.methods.options import Guidance, SigmaSampling, check_grid_start, check_guidance
 from fewstep.models.model import Model
 from fewstep.roles.role import FAKE_SCORE, STUDENT, TEACHER_SCORE, Roles
 from fewstep.settings import Settings
@@ -65,6 +65,14 @@ class DMD2Settings(Settings):
     fake_weighting: DenoisingWeighting = Field(
         "native", description="error that the fake score learns from: of what it predicts, or x0"
     )
+
+    @field_validator("score_sigmas", mode="before")
+    @classmethod
+    def _keep_score_range(cls, given: object) -> object:
+        """A recipe that sets part of `score_sigmas` keeps DMD's range in the rest."""
+        if isinstance(given, dict):
+            return {"minimum": 0.02, "maximum": 0.98, **given}
+        return given
 
     @model_validator(mode="after")
     def _check(self) -> DMD2Settings:
@@ -146,12 +154,7 @@ class DMD2(Method):
     def check(self, model: Model) -> None:
         """See `Method.check`."""
         check_guidance(model, self.settings.guidance, "method.guidance")
-        first = torch.tensor(self.sigmas[0], dtype=torch.float64)
-        if model.prediction == "eps" and float(model.path.alpha(first)) == 0:
-            raise UserError(
-                f"model.prediction is 'eps', which says nothing of the sample where it is pure "
-                f"noise, as at method.sigmas[0] = {self.sigmas[0]}; start the grid lower"
-            )
+        check_grid_start(model, self.sigmas[0], "method.sigmas[0]")
         least = torch.tensor(self.settings.score_sigmas.minimum, dtype=torch.float64)
         noise = float(model.path.noise_scale(least))
         if noise < LEAST_SCORE_NOISE:
@@ -195,12 +198,9 @@ class DMD2(Method):
         """
         model, sigmas = roles.model, self.sigmas
         exit_step = draw.choice("exit", len(sigmas))
-        noise = draw.normal(
-            "rollout",
-            batch.sample_ids,
-            (exit_step + 1, *model.sample_shape),
-            roles.dtype,
-        )
+        used = exit_step + 1 if self.settings.transition == "renoise" else 1
+        shape = (used, *model.sample_shape)
+        noise = draw.normal("rollout", batch.sample_ids, shape, roles.dtype)
         x = model.path.prior(noise[:, 0])
         with roles.use(STUDENT) as student:
             for step in range(exit_step):

@@ -14,7 +14,13 @@ from fewstep.diffusion.draw import Draw
 from fewstep.diffusion.losses import DenoisingWeighting, denoising_loss
 from fewstep.diffusion.timesteps import few_step_grid
 from fewstep.methods.method import Method, PhaseLoss, SamplerSpec
-from fewstep.methods.options import Guidance, SigmaSampling, Steps, check_guidance
+from fewstep.methods.options import (
+    Guidance,
+    SigmaSampling,
+    Steps,
+    check_grid_start,
+    check_guidance,
+)
 from fewstep.models.model import Condition, Model
 from fewstep.roles.role import STUDENT, Roles
 from fewstep.settings import Settings
@@ -76,6 +82,7 @@ class FlowMatching(Method):
     def check(self, model: Model) -> None:
         """See `Method.check`."""
         check_guidance(model, self.settings.sampling.guidance, "method.sampling.guidance")
+        check_grid_start(model, self.sampler().sigmas[0], "the sampler's first sigma")
 
     def sampler(self, steps: int | None = None) -> SamplerSpec:
         """See `Method.sampler`."""

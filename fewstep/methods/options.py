@@ -25,8 +25,8 @@ class SigmaSampling(Settings):
 
     kind: Literal["uniform", "logit_normal"] = Field("uniform", description="of distribution")
     shift: Annotated[float, Field(gt=0)] = Field(1.0, description="above 1: towards noise")
-    minimum: Sigma = Field(0.0, description="uniform: values are clamped to this and above")
-    maximum: Sigma = Field(1.0, description="uniform: values are clamped to this and below")
+    minimum: Sigma = Field(0.0, description="values are clamped to this and above")
+    maximum: Sigma = Field(1.0, description="values are clamped to this and below")
     mean: float = Field(0.0, description="logit_normal: mean of the logit")
     std: Annotated[float, Field(gt=0)] = Field(1.0, description="logit_normal: its deviation")
 
@@ -42,7 +42,20 @@ class SigmaSampling(Settings):
             uniform = draw.uniform("sigma", sample_ids, dtype)
             return uniform_sigma(uniform, self.shift, self.minimum, self.maximum)
         normal = draw.normal("sigma", sample_ids, (), dtype)
-        return logit_normal_sigma(normal, self.mean, self.std, self.shift)
+        return logit_normal_sigma(
+            normal, self.mean, self.std, self.shift, self.minimum, self.maximum
+        )
+
+
+def check_grid_start(model: Model, first_sigma: float, key: str) -> None:
+    """Raise UserError where a network cannot be sampled from `first_sigma`; `key` sets that."""
+    alpha = model.path.alpha(torch.tensor(first_sigma, dtype=torch.float64))
+    if model.prediction == "eps" and float(alpha) == 0:
+        raise UserError(
+            f"model.prediction is 'eps', which says nothing of the sample where it is pure noise, "
+            f"as at {key} = {first_sigma}; start the grid lower, or take a network that predicts "
+            f"something else"
+        )
 
 
 def check_guidance(model: Model, scale: float, key: str) -> None:

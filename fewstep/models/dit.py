@@ -8,7 +8,7 @@ from typing import Annotated, ClassVar, Literal, cast, final
 
 import torch
 from diffusers.models.transformers.dit_transformer_2d import DiTTransformer2DModel
-from pydantic import Field, model_validator
+from pydantic import Field, ValidationError, model_validator
 from torch import Tensor, nn
 
 from fewstep.diffusion.paths import RectifiedFlow
@@ -32,6 +32,15 @@ class DiTNetwork(Settings):
     num_attention_heads: Positive = Field(4, description="heads of each block")
     attention_head_dim: Positive = Field(16, description="width of each head")
     num_embeds_ada_norm: Positive = Field(10, description="number of classes")
+
+    @model_validator(mode="after")
+    def _check(self) -> DiTNetwork:
+        if self.sample_size % self.patch_size != 0:
+            raise ValueError(
+                f"sample_size ({self.sample_size}) must be a multiple of patch_size "
+                f"({self.patch_size}): a sample is cut into whole patches"
+            )
+        return self
 
 
 @final
@@ -74,7 +83,13 @@ class DiTSettings(Settings):
             del odd["out_channels"]
         if odd:
             raise UserError(f"{directory}/config.json: {odd} is not supported")
-        network = DiTNetwork(**size)
+        try:
+            network = DiTNetwork(**size)
+        except ValidationError as error:
+            problems = [f"{'.'.join(map(str, e['loc']))} {e['msg']}" for e in error.errors()]
+            raise UserError(
+                f"{directory}/config.json: {'; '.join(p.strip() for p in problems)}"
+            ) from error
         if self.network not in (None, network):
             raise UserError(f"model.network differs from {directory}/config.json: {network!r}")
         return self.model_copy(update={"network": network})

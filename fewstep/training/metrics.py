@@ -47,17 +47,21 @@ class MetricsSink(Protocol):
 
 @final
 class JsonLinesSink:
-    """`metrics.jsonl`: one object a line. Entries after the resumed cycle are dropped."""
+    """`metrics.jsonl`: one object a line.
+
+    Entries after the resumed cycle are dropped, and lines that are no entries.
+    """
 
     def __init__(self, file: Path, start_cycle: int) -> None:
         """Open for appending, keeping the entries of cycles up to `start_cycle`."""
-        lines = file.read_text().splitlines(keepends=True) if file.exists() else []
-        kept = [line for line in lines if _cycle_of(line) <= start_cycle]
+        lines = file.read_bytes().splitlines() if file.exists() else []
+        read = [(line, _read_entry(line)) for line in lines]
+        kept = [(line, e) for line, e in read if e is not None and e["cycle"] <= start_cycle]
         temporary = file.with_suffix(".tmp")
-        temporary.write_text("".join(kept))
+        temporary.write_bytes(b"".join(line + b"\n" for line, _ in kept))
         os.replace(temporary, file)
         self._file = file
-        self.kept = [json.loads(line) for line in kept]
+        self.kept = [entry for _, entry in kept]
         self._stream = open(file, "a", buffering=1)  # noqa: SIM115 (closed by close)
 
     def write(self, series: str, step: int, cycle: int, values: Mapping[str, Any]) -> None:
@@ -81,11 +85,19 @@ def _is_finite(value: Any) -> bool:
     return not isinstance(value, float) or math.isfinite(value)
 
 
-def _cycle_of(line: str) -> float:
+def _read_entry(line: bytes) -> dict[str, Any] | None:
+    """The entry that a line holds, or None where it is damaged or something else."""
     try:
-        return float(json.loads(line)["cycle"])
-    except (ValueError, KeyError, TypeError):
-        return float("inf")
+        entry = json.loads(line.decode())
+    except (ValueError, RecursionError):
+        return None
+    if not isinstance(entry, dict) or not isinstance(entry.get("series"), str):
+        return None
+    numbers = [value for value in entry.values() if isinstance(value, int)]
+    whole = all(type(entry.get(key)) is int for key in ("cycle", "step"))
+    # Event files hold 64 bits.
+    usable = whole and all(abs(value) < 2**63 for value in numbers)
+    return entry if usable and isinstance(entry.get("time", 0.0), int | float) else None
 
 
 @final

@@ -288,5 +288,5 @@ def load_optimizer_tensors(role: Role, tensors: dict[str, Tensor]) -> None:
         if key not in role.parameters:
             raise TrainingError(f"the saved optimizer of {role.name} has a tensor for {key!r}")
         parameter = role.parameters[key]
-        device = torch.device("cpu") if entry == "step" else parameter.device
-        role.optimizer.state[parameter][entry] = value.to(device)
+        # The step count too: a fused optimizer wants it where the parameter is.
+        role.optimizer.state[parameter][entry] = value.to(parameter.device)

@@ -125,6 +125,26 @@ def test_options_that_are_not_supported_are_named(saved: Path) -> None:
         DiTSettings(weights=str(saved)).with_network_of(saved)
 
 
+@pytest.mark.parametrize(
+    ("changes", "words"),
+    [
+        ({"num_layers": "two"}, "num_layers"),
+        ({"num_layers": 0}, "num_layers"),
+        ({"num_layers": None}, "num_layers"),
+        ({"patch_size": 3}, r"sample_size \(4\) must be a multiple of patch_size \(3\)"),
+    ],
+)
+def test_an_impossible_size_names_the_file(saved: Path, changes: dict, words: str) -> None:
+    edit_config(saved, **changes)
+    with pytest.raises(UserError, match=rf"config\.json: .*{words}"):
+        DiTSettings(weights=str(saved)).with_network_of(saved)
+
+
+def test_patches_cover_a_sample() -> None:
+    with pytest.raises(ValueError, match="must be a multiple of patch_size"):
+        DiTNetwork(sample_size=8, patch_size=3)
+
+
 def test_a_missing_directory_is_named(tmp_path: Path) -> None:
     nowhere = tmp_path / "nowhere"
     with pytest.raises(UserError, match=f"{re.escape(str(nowhere))} is not a directory"):

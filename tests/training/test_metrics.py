@@ -116,6 +116,30 @@ def test_entries_after_the_resumed_cycle_are_dropped(tmp_path, start) -> None:
     assert [p.name for p in tmp_path.iterdir()] == ["metrics.jsonl"]
 
 
+@pytest.mark.parametrize(
+    "line",
+    [
+        b'{"cycle": 3}', b"[]", b"3", b"null", b"", b"{", b"[" * 10**5, b"\xff\xfe",
+        b'{"series": "run", "cycle": 1, "step": "a"}', b'{"series": "run", "cycle": 1}',
+        b'{"series": "run", "cycle": "1", "step": 1}', b'{"series": 4, "cycle": 1, "step": 1}',
+        b'{"series": "run", "cycle": 1, "step": true}',
+        b'{"series": "run", "cycle": 1, "step": 1.5}',
+        b'{"series": "run\xff", "cycle": 1, "step": 1}',
+        b'{"series": "run", "cycle": 1, "step": 1, "time": "now"}',
+        b'{"series": "run", "cycle": 1, "step": 1' + b"0" * 30 + b"}",
+        b'{"series": "run", "cycle": 1, "step": 1, "loss": 1' + b"0" * 400 + b"}",
+    ],
+)  # fmt: skip
+def test_lines_that_are_no_entries_are_dropped(tmp_path, line) -> None:
+    good = b'{"series": "run", "cycle": 1, "step": 1, "loss": 0.5}'
+    # The last line's end is missing too.
+    (tmp_path / "metrics.jsonl").write_bytes(good + b"\n" + line + b"\n" + good)
+    metrics = open_metrics(LoggingSettings(), tmp_path, 2)
+    metrics.write("run", 2, 2, {"loss": 0.25})
+    metrics.close()
+    assert [e["loss"] for e in read(tmp_path / "metrics.jsonl")] == [0.5, 0.5, 0.25]
+
+
 def test_a_full_disk_is_reported(mount) -> None:
     disk = mount("size=16k")
     sink = JsonLinesSink(disk / "metrics.jsonl", 0)
