@@ -16,7 +16,7 @@ from rich.console import Console
 
 import fewstep
 from fewstep.checkpoint import complete_checkpoints
-from fewstep.comparison import evaluate_sources, write_comparison
+from fewstep.comparison import count_steps, evaluate_sources, write_comparison
 from fewstep.export import DESCRIPTION
 from fewstep.progress import training_progress
 from fewstep.results import evaluation_table
@@ -55,8 +55,9 @@ def evaluate_or_reuse(changed: bool) -> dict:
         sources,
         steps=TEACHER_STEPS,
         on_result=lambda row: console.print(
-            f"  {row['model']}, {row['steps']} steps: Fréchet distance "
-            f"{row['frechet_distance']:.3g}, {row['seconds']:.1f} s"
+            f"  {row['model']}, {count_steps(row['steps'])}: Fréchet distance "
+            f"{row['frechet_distance']:.3g}, {row['seconds']:.1f} s",
+            highlight=False,
         ),
     )
     write_comparison(ROOT, sources, document, images)
@@ -69,7 +70,8 @@ def export_or_reuse(changed: bool) -> Path:
     if (directory / DESCRIPTION).is_file() and not changed:
         console.print(f"export: reusing {directory}")
         return directory
-    return fewstep.export_run(open_result(ROOT / "student"), directory)
+    fewstep.export_run(open_result(ROOT / "student"), directory)
+    return directory
 
 
 def main() -> None:

@@ -13,6 +13,7 @@ from typing import final
 
 import torch
 from diffusers import DiffusionPipeline, FlowMatchEulerDiscreteScheduler
+from diffusers.utils import logging as diffusers_logging
 from peft import get_peft_model_state_dict
 from safetensors.torch import save_file
 from torch import Tensor
@@ -229,9 +230,13 @@ def export_lora(storage: SharedBase, role: str, directory: Path) -> Path:
 
 def sample_with_diffusers(directory: Path, labels: Tensor, seed: int) -> Tensor:
     """Sample an export with diffusers alone, as its README says: [N, C, H, W]."""
-    pipeline = DiffusionPipeline.from_pretrained(
-        directory, custom_pipeline=str(directory), trust_remote_code=True
-    )
+    diffusers_logging.disable_progress_bar()
+    try:
+        pipeline = DiffusionPipeline.from_pretrained(
+            directory, custom_pipeline=str(directory), trust_remote_code=True
+        )
+    finally:
+        diffusers_logging.enable_progress_bar()
     images: Tensor = pipeline(labels, generator=torch.Generator().manual_seed(seed))
     return images
 
