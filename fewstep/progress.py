@@ -15,7 +15,7 @@ from rich.progress import (
     TimeRemainingColumn,
 )
 
-from fewstep.launch.local import OnCycle
+from fewstep.launch.hooks import OnCycle
 from fewstep.training.phase import PhaseResult
 
 

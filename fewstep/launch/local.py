@@ -2,36 +2,33 @@
 
 from __future__ import annotations
 
-import hashlib
 import json
 import os
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any, final
 
 import torch
 
 from fewstep.checkpoint import (
     checkpoint_cycle,
-    checkpoint_path,
     checkpoints_directory,
     complete_checkpoints,
-    is_complete,
     latest_checkpoint,
     load_checkpoint,
-    prune_checkpoints,
-    read_best,
-    save_checkpoint,
-    write_best,
 )
-from fewstep.config import Recipe, check_fingerprint, dump_recipe, fingerprint, load_recipe
-from fewstep.data.batches import DataBatches
+from fewstep.config import Recipe, check_fingerprint, dump_recipe, load_recipe
 from fewstep.data.dataset import Dataset
 from fewstep.diffusion.timesteps import few_step_grid
 from fewstep.errors import UserError
-from fewstep.evaluation import Evaluator
 from fewstep.files import saving
+from fewstep.launch.hooks import (
+    FINGERPRINT,
+    CheckpointHook,
+    OnCycle,
+    build_hooks,
+    run_fingerprint,
+)
 from fewstep.methods.dmd2 import sample_statistics
 from fewstep.methods.method import SamplerSpec
 from fewstep.models.model import Model
@@ -46,15 +43,10 @@ from fewstep.run import (
     seeded,
 )
 from fewstep.sampling import balanced_labels, cpu_threads, sample_role
-from fewstep.training.loop import Hook, StopRequest, train_cycles
-from fewstep.training.metrics import DriftMonitor, LoggingHook, Metrics, logger, open_metrics
-from fewstep.training.phase import PhaseResult
+from fewstep.training.loop import StopRequest, train_cycles
+from fewstep.training.metrics import logger, open_metrics
 from fewstep.training.worker import Worker
-from fewstep.validation import ValidationHook, build_evaluator
-
-FINGERPRINT = "fingerprint.json"
-
-OnCycle = Callable[[int, Sequence[PhaseResult]], None]
+from fewstep.validation import build_evaluator
 
 
 def train(
@@ -236,63 +228,11 @@ def restore(directory: Path, recipe: Recipe, worker: Worker) -> int:
     return int(state["cycle"])
 
 
-def run_fingerprint(recipe: Recipe, worker: Worker) -> dict[str, Any]:
-    """What must not change: of the recipe, and of the data that the run trains on."""
-    found = fingerprint(recipe)
-    if isinstance(worker.batches, DataBatches):
-        dataset, content = worker.batches.dataset, hashlib.sha256()
-        for tensor in (dataset.samples, dataset.labels):
-            if tensor is not None:
-                content.update(tensor.detach().cpu().numpy().tobytes())
-        found["data.sha256"] = content.hexdigest()
-    return found
-
-
 def write_recipe(directory: Path, recipe: Recipe) -> None:
     """Write the resolved recipe into the run directory, atomically."""
     temporary = directory / f".{RECIPE}.tmp"
     temporary.write_text(dump_recipe(recipe))
     os.replace(temporary, directory / RECIPE)
-
-
-def build_hooks(
-    run: Run,
-    reference: dict[str, float] | None,
-    evaluator: Evaluator | None,
-    metrics: Metrics,
-    on_cycle: OnCycle | None,
-) -> list[Hook]:
-    """What happens after each cycle: log, watch, validate, call back, save (in this order)."""
-    recipe, roles, last = run.recipe, run.roles, run.recipe.train.cycles
-    hooks: list[Hook] = [LoggingHook(metrics, recipe.logging, last)]
-    if reference is not None:
-        metrics.write("reference", 0, run.cycle, reference)
-        hooks.append(DriftMonitor(metrics, reference))
-    saver = CheckpointHook(run)
-    if recipe.validation is not None and evaluator is not None:
-        hooks.append(
-            ValidationHook(
-                recipe.validation,
-                roles,
-                run.method.sampler(),
-                evaluator,
-                metrics,
-                last,
-                known_best(run.directory),
-                saver.save_best,
-            )
-        )
-    if on_cycle is not None:
-        hooks.append(CallbackHook(on_cycle))
-    return [*hooks, saver]
-
-
-def known_best(directory: Path) -> dict[str, Any] | None:
-    """The best validation so far, unless its checkpoint is gone."""
-    best = read_best(directory)
-    if best is None or not is_complete(checkpoint_path(directory, best["cycle"])):
-        return None
-    return best
 
 
 def teacher_statistics(run: Run, count: int = 64, steps: int = 16) -> dict[str, float]:
@@ -306,51 +246,3 @@ def teacher_statistics(run: Run, count: int = 64, steps: int = 16) -> dict[str, 
     moments = {key: float(value) for key, value in sample_statistics(images).items()}
     square = moments.pop("sample_mean_square")
     return moments | {"sample_std": (square - moments["sample_mean"] ** 2) ** 0.5}
-
-
-@final
-class CallbackHook:
-    """A function of the caller's as a hook."""
-
-    def __init__(self, function: OnCycle) -> None:
-        """`function`: called with the cycle and its results."""
-        self._function = function
-
-    def after_cycle(self, cycle: int, results: Sequence[PhaseResult]) -> None:
-        """See `Hook`."""
-        self._function(cycle, results)
-
-
-@final
-class CheckpointHook:
-    """Saves on schedule and when the student is the best so far, then prunes."""
-
-    def __init__(self, run: Run) -> None:
-        """`run`: whose state is saved."""
-        self._run = run
-        self._saved: int | None = None
-        self._fingerprint = json.dumps(run_fingerprint(run.recipe, run.worker), indent=1)
-
-    def after_cycle(self, cycle: int, results: Sequence[PhaseResult]) -> None:
-        """See `Hook`."""
-        if cycle % self._run.recipe.checkpoint.every == 0:
-            self.save(cycle)
-
-    def save_best(self, cycle: int, best: dict[str, Any]) -> None:
-        """Save the cycle and name it the best."""
-        self.save(cycle, prune=False)
-        write_best(self._run.directory, best)
-        prune_checkpoints(self._run.directory, self._run.recipe.checkpoint.keep)
-
-    def save(self, cycle: int, prune: bool = True) -> None:
-        """Save the state after `cycle`, once."""
-        if self._saved != cycle:
-            recipe = self._run.recipe
-            documents = {
-                RECIPE: dump_recipe(recipe),
-                FINGERPRINT: self._fingerprint,
-            }
-            save_checkpoint(self._run.directory, cycle, self._run.worker.state_dict(), documents)
-            self._saved = cycle
-        if prune:
-            prune_checkpoints(self._run.directory, self._run.recipe.checkpoint.keep)
