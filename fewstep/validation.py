@@ -10,7 +10,7 @@ from pydantic import Field
 
 from fewstep.data.dataset import Dataset
 from fewstep.errors import UserError
-from fewstep.evaluation import Evaluator
+from fewstep.evaluation import HIGHER_IS_BETTER, Evaluator
 from fewstep.features import FeatureNetwork, InceptionFeatures, RawFeatures, train_digit_classifier
 from fewstep.methods.method import SamplerSpec
 from fewstep.roles.role import STUDENT, STUDENT_EMA, Roles
@@ -20,7 +20,6 @@ from fewstep.training.metrics import Metrics, logger
 from fewstep.training.phase import PhaseResult
 
 FeatureKind = Literal["auto", "digits", "raw", "inception"]
-LARGER_IS_BETTER = ("precision", "recall", "density", "coverage", "class_accuracy")
 
 
 @final
@@ -141,6 +140,6 @@ class ValidationHook:
     def _improves(self, value: float) -> bool:
         if self.best is None:
             return True
-        if self._settings.metric in LARGER_IS_BETTER:
+        if self._settings.metric in HIGHER_IS_BETTER:
             return bool(value > self.best["value"])
         return bool(value < self.best["value"])

@@ -9,6 +9,7 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.ticker import FuncFormatter, MaxNLocator
 
+from fewstep.evaluation import HIGHER_IS_BETTER
 from fewstep.figures.theme import (
     Array,
     Picture,
@@ -27,7 +28,6 @@ Records = Mapping[str, Sequence[Mapping[str, Any]]]
 LOWER_IS_BETTER = ("frechet_distance", "kernel_distance")
 """Metrics of samples that fall as the samples improve."""
 
-HIGHER_IS_BETTER = ("class_accuracy", "precision", "recall", "density", "coverage")
 ROUND_STEPS = (1, 2, 2.5, 5, 10)
 
 

@@ -37,6 +37,7 @@ def build_hooks(
     evaluator: Evaluator | None,
     metrics: Metrics,
     on_cycle: OnCycle | None,
+    saver: CheckpointHook,
 ) -> list[Hook]:
     """What happens after each cycle: log, watch, validate, call back, save (in this order)."""
     recipe, roles, last = run.recipe, run.roles, run.recipe.train.cycles
@@ -44,7 +45,6 @@ def build_hooks(
     if reference is not None:
         metrics.write("reference", 0, run.cycle, reference)
         hooks.append(DriftMonitor(metrics, reference))
-    saver = CheckpointHook(run)
     if recipe.validation is not None and evaluator is not None:
         hooks.append(
             ValidationHook(

@@ -119,14 +119,13 @@ def train_in_process(
     try:
         with saving(directory):
             write_recipe(directory, recipe)
-        hooks = build_hooks(run, reference, evaluator, metrics, on_cycle)
+        saver = CheckpointHook(run)
+        hooks = build_hooks(run, reference, evaluator, metrics, on_cycle, saver)
         cycles = range(start + 1, recipe.train.cycles + 1)
         k = worker.method.fake_updates_per_student
         with stop.on_interrupt():
             done = train_cycles(worker, cycles, k, recipe.cycle, hooks, stop)
         if done > start or not resume:
-            saver = hooks[-1]
-            assert isinstance(saver, CheckpointHook)
             saver.save(done)
     finally:
         metrics.close()
