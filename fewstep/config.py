@@ -18,6 +18,7 @@ from fewstep.data.dataset import DataSettings
 from fewstep.errors import UserError
 from fewstep.methods import METHODS, MethodSettings
 from fewstep.models import FAMILIES, ModelSettings
+from fewstep.parallel.settings import LaunchSettings, ParallelSettings
 from fewstep.roles.ema import EMASettings
 from fewstep.roles.optimizer import OptimizerSettings
 from fewstep.roles.storage import LoraSettings, StorageKind
@@ -39,6 +40,9 @@ MAY_CHANGE = (
     "validation",
     "runtime.device",
     "runtime.threads",
+    "runtime.activation_checkpointing",
+    "parallel",
+    "launch",
 )
 
 
@@ -63,9 +67,26 @@ class RuntimeSettings(Settings):
 
     device: str = Field("cpu", description="a torch device: cpu, cuda, cuda:1, mps")
     dtype: Literal["float32", "float64"] = Field("float32", description="of weights and arithmetic")
+    compute_dtype: Literal["bfloat16"] | None = Field(
+        None,
+        description="of matrix products, under autocast; weights, gradients and their reduction "
+        "stay in dtype. null: dtype",
+    )
+    activation_checkpointing: bool = Field(
+        False, description="recompute each block in the backward pass instead of remembering it"
+    )
     threads: Annotated[int, Field(gt=0)] | None = Field(
         None, description="CPU threads; null: torch's own choice"
     )
+
+    @model_validator(mode="after")
+    def _check_compute(self) -> RuntimeSettings:
+        if self.compute_dtype is not None and self.dtype == "float64":
+            raise ValueError(
+                f"compute_dtype: {self.compute_dtype!r} would throw away what dtype 'float64' is "
+                f"for; use dtype 'float32'"
+            )
+        return self
 
     @field_validator("device")
     @classmethod
@@ -98,6 +119,8 @@ class Recipe(Settings):
     checkpoint: CheckpointSettings = CheckpointSettings()
     logging: LoggingSettings = LoggingSettings()
     runtime: RuntimeSettings = RuntimeSettings()
+    parallel: ParallelSettings = ParallelSettings()
+    launch: LaunchSettings = LaunchSettings()
 
     @model_validator(mode="after")
     def _check(self) -> Recipe:

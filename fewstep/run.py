@@ -26,7 +26,9 @@ from fewstep.errors import UserError
 from fewstep.methods.method import Method, SamplerSpec
 from fewstep.models import ModelSettings
 from fewstep.models.dit import DiTSettings
-from fewstep.models.model import Model
+from fewstep.models.model import Model, Pretrained, pretrained
+from fewstep.parallel.ranks import SINGLE, Ranks
+from fewstep.parallel.sharding import Replicated, Sharding, build_sharding, spread
 from fewstep.roles.role import Roles
 from fewstep.roles.storage import Storage, build_independent, build_shared_base
 from fewstep.sampling import Samples, balanced_labels, cpu_threads, sample_role
@@ -177,24 +179,28 @@ def resolve_recipe(recipe: Recipe, resumed: Recipe | None = None) -> Recipe:
     return recipe.model_copy(update={"model": settings})
 
 
-def load_weights(recipe: Recipe, model: Model) -> nn.Module:
+def load_weights(recipe: Recipe, model: Model) -> Pretrained:
     """The network that a run starts from: the weights of the recipe, or new ones by its seed."""
     source = recipe.model.weights
     if source is None:
         with seeded(recipe.seed, "network"):
-            return model.build_network()
+            return pretrained(model.build_network())
     if is_run_directory(Path(source)):
         if not complete_checkpoints(Path(source)):
             raise UserError(
                 f"model.weights: the run {source} has no complete checkpoint yet; train it first"
             )
         teacher = open_result(source, model)
-        return teacher.roles.storage.plain_network(teacher.result_role)
-    return model.load_network(Path(source))
+        return pretrained(teacher.roles.storage.plain_network(teacher.result_role))
+    return model.open_network(Path(source))
 
 
 def build_worker(
-    recipe: Recipe, model: Model, dataset: Dataset | None, teacher: nn.Module | None
+    recipe: Recipe,
+    model: Model,
+    dataset: Dataset | None,
+    teacher: Pretrained | None,
+    ranks: Ranks = SINGLE,
 ) -> Worker:
     """Roles, method and data of a run.
 
@@ -203,25 +209,62 @@ def build_worker(
         model: the adapter.
         dataset: real data, for methods that train on it.
         teacher: the network that all roles start from; None where a checkpoint follows.
+        ranks: that share the run.
 
     Raises:
-        UserError: where method and model do not fit each other.
+        UserError: where method and model do not fit each other, or the ranks the recipe.
     """
     method = recipe.method.build()
     method.check(model)
-    device, dtype = torch.device(recipe.runtime.device), getattr(torch, recipe.runtime.dtype)
+    check_ranks(recipe, ranks)
+    dtype = getattr(torch, recipe.runtime.dtype)
+    compute = recipe.runtime.compute_dtype
+    compute_dtype = getattr(torch, compute) if compute is not None else None
+    structure = (
+        teacher.network if teacher is not None else pretrained(model.build_network()).network
+    )
     with seeded(recipe.seed, "roles"):
-        storage = build_storage(
-            recipe, model, teacher if teacher is not None else model.build_network()
-        )
-    roles = build_roles(recipe, model, storage, device)
-    batches: BatchSource = ConditionBatches(model.classes, device)
+        storage = build_storage(recipe, model, structure)
+    sharding = build_sharding(recipe.parallel, ranks, compute_dtype)
+    spread(
+        storage,
+        sharding,
+        model.blocks,
+        teacher.weights if teacher is not None else None,
+        dtype=dtype,
+        compute_dtype=compute_dtype,
+        recompute=recipe.runtime.activation_checkpointing,
+    )
+    sharding.wrap(storage, recipe.roles, list(recipe.optimizers.by_role()))
+    roles = build_roles(recipe, model, storage, ranks.device, sharding)
+    batches: BatchSource = ConditionBatches(model.classes, ranks.device)
     if method.needs_data and dataset is not None:
-        batches = DataBatches(encode_dataset(model, dataset), device, dtype)
-    return Worker(recipe.seed, recipe.train, method, roles, batches)
+        batches = DataBatches(encode_dataset(model, dataset), ranks.device, dtype)
+    return Worker(recipe.seed, recipe.train, method, roles, batches, sharding)
 
 
-def build_roles(recipe: Recipe, model: Model, storage: Storage, device: torch.device) -> Roles:
+def check_ranks(recipe: Recipe, ranks: Ranks) -> None:
+    """Raise UserError where a recipe cannot be run by so many processes."""
+    asked = recipe.launch.processes
+    if asked not in (1, ranks.size):
+        raise UserError(
+            f"launch.processes: {asked} is given, but there are {ranks.size} processes; leave it "
+            f"out under torchrun, or start the run with `fewstep train`"
+        )
+    if recipe.train.batch_size < ranks.size:
+        raise UserError(
+            f"train.batch_size: {recipe.train.batch_size} is given for {ranks.size} ranks; each "
+            f"needs a sample at least"
+        )
+
+
+def build_roles(
+    recipe: Recipe,
+    model: Model,
+    storage: Storage,
+    device: torch.device,
+    sharding: Sharding | None = None,
+) -> Roles:
     """The roles of a run over its networks."""
     return Roles(
         model,
@@ -231,6 +274,7 @@ def build_roles(recipe: Recipe, model: Model, storage: Storage, device: torch.de
         recipe.ema,
         device=device,
         dtype=getattr(torch, recipe.runtime.dtype),
+        align=(sharding or Replicated()).aligned,
     )
 
 

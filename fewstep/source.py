@@ -95,7 +95,7 @@ def open_export(directory: Path) -> Source:
     except (OSError, ValueError) as error:
         raise UserError(f"{file} cannot be read: {error}") from error
     model = description.model.build()
-    network = model.load_network(directory / "transformer")
+    network = model.load_network(directory / "transformer").float()
     spec = SamplerSpec(description.sigmas, description.solver)
     roles = Roles(model, Independent({STUDENT: network}), (STUDENT,), {})
 

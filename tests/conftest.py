@@ -20,6 +20,7 @@ from fewstep.models.dit import DiT, DiTNetwork
 from fewstep.models.mixture import PointNetwork
 from fewstep.models.model import Model
 from fewstep.models.module import ModuleModel
+from fewstep.parallel.sharding import Replicated, spread
 from fewstep.roles.ema import EMASettings
 from fewstep.roles.optimizer import OptimizerSettings
 from fewstep.roles.role import Roles
@@ -90,6 +91,7 @@ def build_roles() -> BuildRoles:
                 weights: Any = build_shared_base(model, teacher, adapters, lora)
             else:
                 weights = build_independent(model, teacher, names)
+            spread(weights, Replicated(), model.blocks, None, dtype=dtype)
             roles = Roles(model, weights, names, dict.fromkeys(trained, settings), ema, dtype=dtype)
             if scramble:
                 with torch.no_grad():

@@ -15,6 +15,7 @@ LAYERS = (
     ("diffusion",),
     ("models",),
     ("roles",),
+    ("parallel",),
     ("data",),
     ("methods",),
     ("training",),

@@ -46,12 +46,13 @@ class BatchSource(ABC):
     """Where phases get their samples from."""
 
     @abstractmethod
-    def batch(self, draw: Draw, size: int) -> Batch:
-        """The samples of a phase.
+    def batch(self, draw: Draw, size: int, rows: range | None = None) -> Batch:
+        """The samples of a phase, or some of them.
 
         Args:
             draw: of the phase; its cycle (1, 2, ...) is the position in the data.
-            size: number of samples.
+            size: number of samples of the phase.
+            rows: which of them are wanted; None: all.
         """
 
 
@@ -67,13 +68,19 @@ class DataBatches(BatchSource):
     device: torch.device
     dtype: torch.dtype = torch.float32
 
-    def batch(self, draw: Draw, size: int) -> Batch:
+    def batch(self, draw: Draw, size: int, rows: range | None = None) -> Batch:
         """See `BatchSource.batch`."""
-        items = _items(draw.seed, (draw.cycle - 1) * size, size, len(self.dataset))
+        ids = _ids(size, rows, self.device)
+        items = _items(draw.seed, (draw.cycle - 1) * size, size, len(self.dataset))[ids.cpu()]
         labels = self.dataset.labels
         condition = {} if labels is None else {"class_labels": labels[items].to(self.device)}
         x0 = self.dataset.samples[items].to(self.device, self.dtype)
-        return Batch(torch.arange(size, device=self.device), condition, x0)
+        return Batch(ids, condition, x0)
+
+
+def _ids(size: int, rows: range | None, device: torch.device) -> Tensor:
+    rows = rows if rows is not None else range(size)
+    return torch.arange(rows.start, rows.stop, device=device)
 
 
 def _items(seed: int, first: int, size: int, length: int) -> Tensor:
@@ -96,9 +103,9 @@ class ConditionBatches(BatchSource):
     classes: int | None
     device: torch.device
 
-    def batch(self, draw: Draw, size: int) -> Batch:
+    def batch(self, draw: Draw, size: int, rows: range | None = None) -> Batch:
         """See `BatchSource.batch`."""
-        ids = torch.arange(size, device=self.device)
+        ids = _ids(size, rows, self.device)
         if self.classes is None:
             return Batch(ids, {})
         return Batch(ids, {"class_labels": draw.integers("labels", ids, self.classes)})

@@ -14,8 +14,12 @@ from torch import Tensor, nn
 from fewstep.diffusion.paths import RectifiedFlow
 from fewstep.diffusion.prediction import PredictionKind
 from fewstep.errors import UserError
-from fewstep.models.files import load_diffusers_network, read_network_config
-from fewstep.models.model import Condition, Model
+from fewstep.models.files import (
+    load_diffusers_network,
+    open_diffusers_network,
+    read_network_config,
+)
+from fewstep.models.model import Condition, Model, Pretrained
 from fewstep.settings import Settings
 
 Positive = Annotated[int, Field(gt=0)]
@@ -139,6 +143,10 @@ class DiT(Model):
     def load_network(self, directory: FilePath) -> nn.Module:
         """Weights of a directory that diffusers wrote."""
         return load_diffusers_network(DiTTransformer2DModel, directory)
+
+    def open_network(self, directory: FilePath) -> Pretrained:
+        """See `Model.open_network`."""
+        return open_diffusers_network(self.build_network, directory)
 
     def save_network(self, network: nn.Module, directory: FilePath) -> None:
         """Write the directory that `DiTTransformer2DModel.from_pretrained` reads."""

@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, final
 
+from accelerate import init_empty_weights
 from safetensors import SafetensorError, safe_open
-from torch import nn
+from torch import Tensor, nn
 
 from fewstep.errors import UserError
+from fewstep.models.model import Pretrained
 
 
 def read_network_config(directory: Path, class_name: str) -> dict[str, Any]:
@@ -42,6 +45,34 @@ def read_network_config(directory: Path, class_name: str) -> dict[str, Any]:
     return {key: value for key, value in config.items() if not key.startswith("_")}
 
 
+@final
+class SafetensorsWeights(Mapping[str, Tensor]):
+    """The tensors of some safetensors files, each read when it is asked for."""
+
+    def __init__(self, files: Sequence[Path]) -> None:
+        """`files`: whole safetensors files; a later one wins.
+
+        Raises:
+            UserError: naming the file that is corrupt or truncated.
+        """
+        self._where: dict[str, Path] = {}
+        for file in files:
+            check_safetensors(file)
+            with safe_open(file, framework="pt") as opened:
+                self._where |= dict.fromkeys(opened.keys(), file)
+
+    def __getitem__(self, key: str) -> Tensor:
+        with safe_open(self._where[key], framework="pt") as opened:
+            tensor: Tensor = opened.get_tensor(key)
+        return tensor
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._where)
+
+    def __len__(self) -> int:
+        return len(self._where)
+
+
 def load_diffusers_network(network_class: Any, directory: Path) -> nn.Module:
     """A network in eval mode, every key of its weights accounted for.
 
@@ -64,6 +95,31 @@ def load_diffusers_network(network_class: Any, directory: Path) -> nn.Module:
         raise UserError(f"the weights in {directory} do not fit their config.json: {wrong}")
     loaded: nn.Module = network.eval()
     return loaded
+
+
+def open_diffusers_network(make_network: Callable[[], nn.Module], directory: Path) -> Pretrained:
+    """The structure of a network that diffusers wrote, and its weights, read when asked for.
+
+    Raises:
+        UserError: where a file is missing, truncated, or its keys do not fit.
+    """
+    files = sorted(directory.glob("*.safetensors"))
+    if not files:
+        raise UserError(f"{directory} holds no .safetensors weights")
+    weights = SafetensorsWeights(files)
+    with init_empty_weights(include_buffers=False):
+        network = make_network().eval()
+    state = network.state_dict()
+    missing, extra = sorted(state.keys() - weights.keys()), sorted(weights.keys() - state.keys())
+    if missing or extra:
+        raise UserError(
+            f"the weights in {directory} do not fit their config.json: missing {missing}, "
+            f"unexpected {extra}"
+        )
+    for key, tensor in state.items():
+        if not tensor.is_meta:
+            tensor.copy_(weights[key])
+    return Pretrained(network, weights)
 
 
 def check_safetensors(file: Path) -> None:

@@ -19,6 +19,29 @@ from fewstep.diffusion.prediction import Prediction, PredictionKind
 Condition = Mapping[str, Tensor]
 
 
+@final
+@dataclass(frozen=True)
+class Pretrained:
+    """A network whose weights are still where they come from.
+
+    Attributes:
+        network: its structure; parameters are on the meta device, buffers have their values.
+        weights: values of the parameters by name; read only when asked for.
+    """
+
+    network: nn.Module
+    weights: Mapping[str, Tensor]
+
+
+def pretrained(network: nn.Module) -> Pretrained:
+    """A network in memory, taken apart."""
+    memo: dict[int, object] = {
+        id(p): nn.Parameter(p.detach().to("meta"), requires_grad=p.requires_grad)
+        for p in network.parameters()
+    }
+    return Pretrained(copy.deepcopy(network, memo), network.state_dict())
+
+
 class Model(ABC):
     """What a network family needs to be trained, sampled and exported.
 
@@ -55,6 +78,13 @@ class Model(ABC):
             UserError: where the directory holds no network of this family or broken weights.
         """
 
+    def open_network(self, directory: FilePath) -> Pretrained:
+        """The structure of a directory's network, and its weights without reading them yet.
+
+        By default they are read here. Raises as `load_network` does.
+        """
+        return pretrained(self.load_network(directory))
+
     @abstractmethod
     def save_network(self, network: nn.Module, directory: FilePath) -> None:
         """Write a network so that `load_network`, and the family's own library, read it."""
@@ -82,8 +112,24 @@ class Model(ABC):
         raise ValueError(f"{type(self).__name__} has no unconditional prediction")
 
     def student_network(self, teacher: nn.Module) -> nn.Module:
-        """The network that student and fake_score start from: a copy of the teacher."""
+        """The network that student and fake_score start from: a copy of the teacher.
+
+        The teacher's parameters may be on the meta device; those of a copy get the teacher's
+        values later, and those that are on another device keep their own.
+        """
         return copy.deepcopy(teacher)
+
+    def blocks(self, network: nn.Module) -> dict[str, nn.Module]:
+        """The parts of a network, by name, that are sharded, gathered and recomputed as one.
+
+        By default the members of every `nn.ModuleList` that is the network's own.
+        """
+        return {
+            f"{name}.{index}": block
+            for name, child in network.named_children()
+            if isinstance(child, nn.ModuleList)
+            for index, block in enumerate(child)
+        }
 
     def encode(self, images: Tensor) -> Tensor:
         """Images [B, C, H, W] in [-1, 1] (or the data's own form) to samples."""
@@ -126,7 +172,7 @@ class Denoiser:
             condition: entries [B, ...].
         """
         self.check_active()
-        output = self.model.forward(self.network, x, sigma.expand(len(x)), condition)
+        output = self.model.forward(self.network, x, sigma.expand(len(x)), condition).to(x.dtype)
         if output.requires_grad:
             # Checkpointed layers run forward again in the backward pass: with another adapter
             # in force then, all gradients would exist, and be wrong.

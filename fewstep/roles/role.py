@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import final
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from fewstep.errors import TrainingError, UserError
 from fewstep.models.model import Denoiser, Model
@@ -21,6 +21,8 @@ STUDENT_EMA = "student_ema"
 FAKE_SCORE = "fake_score"
 TEACHER_SCORE = "teacher_score"
 CPU = torch.device("cpu")
+
+Align = Callable[[Sequence[Tensor], Sequence[Tensor]], tuple[Sequence[Tensor], Sequence[Tensor]]]
 
 
 @final
@@ -95,6 +97,7 @@ class Roles(Mapping[str, Role]):
         ema: EMASettings | None = None,
         device: torch.device = CPU,
         dtype: torch.dtype = torch.float32,
+        align: Align = lambda source, target: (source, target),
     ) -> None:
         """Build roles over networks that exist already.
 
@@ -104,8 +107,10 @@ class Roles(Mapping[str, Role]):
             names: the roles.
             optimizers: settings of those that are trained; the others are frozen.
             ema: how student_ema follows the student, where that role exists.
-            device: to move every network to.
-            dtype: to cast every network to.
+            device: where the networks are.
+            dtype: of their weights.
+            align: (student's tensors, average's tensors) -> the parts of both that are here,
+                where they are not whole.
 
         Raises:
             UserError: where a trained role owns nothing.
@@ -117,9 +122,8 @@ class Roles(Mapping[str, Role]):
         self.ema_updates = 0
         self.device = device
         self.dtype = dtype
+        self._align = align
         self._active: str | None = None
-        for network in storage.networks.values():
-            place(network, device, dtype)
         self._roles = {n: self._build_role(n, optimizers.get(n)) for n in names}
         self._check_disjoint()
 
@@ -204,23 +208,34 @@ class Roles(Mapping[str, Role]):
                 f"inside `with roles.use({name!r})`"
             )
 
-    def check_gradients(self, active: str) -> None:
-        """After a backward pass: only the active role has gradients, and all of it has.
+    def check_gradients(self, active: str, zeros_for_none: bool = False) -> None:
+        """After the backward passes: only the active role has gradients, and all of it has.
+
+        Args:
+            active: the role that was trained.
+            zeros_for_none: whether a gradient of zeros stands for none (where tensors of several
+                roles lie in one row, all of the row gets one). A role without any gradient then
+                shows in a norm of zero.
 
         Raises:
             TrainingError: naming roles and tensors.
         """
         for role in self._roles.values():
-            if role.name == active:
-                continue
-            leaked = [k for k, p in role.parameters.items() if p.grad is not None]
+            leaked = {} if role.name == active else gradients_of(role)
+            if zeros_for_none and leaked:
+                norms = torch.stack(torch._foreach_norm(list(leaked.values())))
+                found = [bool(n) for n in (norms != 0).tolist()]
+                leaked = dict(
+                    pair for pair, some in zip(leaked.items(), found, strict=True) if some
+                )
             if leaked:
                 raise TrainingError(
                     f"the backward pass of {active} gave gradients to {role.name}: "
-                    f"{_some(leaked)}; was it run while {role.name} was in use?"
+                    f"{_some(list(leaked))}; was it run while {role.name} was in use?"
                 )
         role = self._roles[active]
-        missing = [k for k, p in role.parameters.items() if p.grad is None]
+        # A rank that holds no part of a tensor has no gradient of it either.
+        missing = [k for k, p in role.parameters.items() if p.grad is None and p.numel() > 0]
         unused = role.settings.unused_parameters if role.settings is not None else ()
         missing = [k for k in missing if not any(part in k for part in unused)]
         if missing:
@@ -238,15 +253,14 @@ class Roles(Mapping[str, Role]):
         student = self._roles[STUDENT]
         if student.successful < self.ema.start:
             return
-        ema_update(self._roles[STUDENT_EMA].tensors, student.tensors, self.ema.decay)
+        current, average = self._align(student.tensors, self._roles[STUDENT_EMA].tensors)
+        ema_update(average, current, self.ema.decay)
         self.ema_updates += 1
 
 
-def place(network: nn.Module, device: torch.device, dtype: torch.dtype) -> None:
-    """Move a network, and cast it where it is not of that dtype yet, in place."""
-    if any(t.is_floating_point() and t.dtype != dtype for t in network.state_dict().values()):
-        network.to(dtype=dtype)
-    network.to(device=device)
+def gradients_of(role: Role) -> dict[str, Tensor]:
+    """The role's gradients that exist, by the names of its tensors."""
+    return {k: p.grad for k, p in role.parameters.items() if p.grad is not None}
 
 
 def _some(names: Sequence[str], count: int = 4) -> str:

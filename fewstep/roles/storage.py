@@ -5,14 +5,15 @@ from __future__ import annotations
 import copy
 import warnings
 from abc import ABC, abstractmethod
-from collections.abc import Mapping, Sequence
-from typing import Annotated, Literal, final
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from typing import Annotated, Literal, cast, final
 
 import torch
 from peft import LoraConfig, inject_adapter_in_model
 from peft.tuners.tuners_utils import BaseTunerLayer
 from pydantic import Field
-from torch import nn
+from torch import Tensor, nn
 
 from fewstep.errors import UserError
 from fewstep.models.model import Model
@@ -41,14 +42,40 @@ class Storage(ABC):
     kind: StorageKind
     networks: dict[str, nn.Module]
     """Each physical network once, by name."""
+    tensors: dict[str, dict[str, Tensor]]
+    """What each network holds: parameters and persistent buffers, by name."""
 
-    @abstractmethod
+    def __init__(self, networks: Mapping[str, nn.Module]) -> None:
+        """`networks`: name -> network, each a module of its own."""
+        self.networks = dict(networks)
+        self.tensors = {}
+        self._wrapped: dict[str, nn.Module] = {}
+        for name, network in self.networks.items():
+            self.bind(name, network.state_dict(keep_vars=True))
+
+    def bind(self, network: str, tensors: Mapping[str, Tensor]) -> None:
+        """Say which tensors a network holds now, where its own have been replaced by others."""
+        self.tensors[network] = dict(tensors)
+
+    def wrap(self, role: str, module: nn.Module) -> None:
+        """Let a role's network be called through another module, which is in eval mode."""
+        self._wrapped[role] = module.eval()
+
     def module(self, role: str) -> nn.Module:
         """The module to call for a role."""
+        return self._wrapped.get(role) or self.networks[self.network_of(role)]
+
+    @abstractmethod
+    def network_of(self, role: str) -> str:
+        """Name of the network that holds the role's weights."""
 
     @abstractmethod
     def parameters(self, role: str) -> dict[str, nn.Parameter]:
         """The tensors that belong to the role alone, by name."""
+
+    @abstractmethod
+    def source_key(self, key: str) -> str:
+        """The name that one of `tensors` has in the plain network's own weights."""
 
     @abstractmethod
     def adapter(self, role: str) -> str | None:
@@ -69,17 +96,21 @@ class Independent(Storage):
 
     kind: StorageKind = "independent"
 
-    def __init__(self, networks: Mapping[str, nn.Module]) -> None:
-        """`networks`: role -> network, each a module of its own."""
-        self.networks = dict(networks)
-
-    def module(self, role: str) -> nn.Module:
-        """The role's network."""
-        return self.networks[role]
+    def network_of(self, role: str) -> str:
+        """The role's own."""
+        return role
 
     def parameters(self, role: str) -> dict[str, nn.Parameter]:
-        """All of the network's parameters."""
-        return dict(self.networks[role].named_parameters())
+        """All of the network's parameters; one that has several names goes by its first."""
+        first: dict[int, str] = {}
+        for key, tensor in self.tensors[role].items():
+            if isinstance(tensor, nn.Parameter):
+                first.setdefault(id(tensor), key)
+        return {key: cast(nn.Parameter, self.tensors[role][key]) for key in first.values()}
+
+    def source_key(self, key: str) -> str:
+        """The same name."""
+        return key
 
     def adapter(self, role: str) -> str | None:
         """None: there are no adapters."""
@@ -106,43 +137,39 @@ class SharedBase(Storage):
 
     def __init__(self, base: nn.Module, adapters: Sequence[str], lora: LoraConfig) -> None:
         """Inject one adapter a role into `base`, all starting as copies of the first."""
-        self.networks = {"base": base}
         self.adapters = tuple(adapters)
         base.requires_grad_(False)
         frozen = {id(p) for p in base.parameters()}
-        with warnings.catch_warnings():
+        with warnings.catch_warnings(), standing_in(base):
             # Several adapters on one network are what this class is for.
             warnings.filterwarnings("ignore", message="Already found a `peft_config`")
             for name in self.adapters:
                 inject_adapter_in_model(lora, base, adapter_name=name)
+        super().__init__({"base": base})
         self._layers = [m for m in base.modules() if isinstance(m, BaseTunerLayer)]
-        self._parameters = {
-            name: {
-                key: parameter
-                for key, parameter in base.named_parameters()
-                if id(parameter) not in frozen and adapter_of(key) == name
-            }
-            for name in self.adapters
-        }
-        self._parameters[self.base_role] = {
-            key: parameter for key, parameter in base.named_parameters() if id(parameter) in frozen
-        }
-        first = self._parameters[self.adapters[0]]
+        self._keys: dict[str, list[str]] = {name: [] for name in (*self.adapters, self.base_role)}
+        for key, parameter in base.named_parameters():
+            owner = self.base_role if id(parameter) in frozen else adapter_of(key)
+            self._keys[owner].append(key)
+        first = self.parameters(self.adapters[0]).values()
         for name in self.adapters:
-            own = self._parameters[name].values()
             with torch.no_grad():
-                for parameter, source in zip(own, first.values(), strict=True):
+                for parameter, source in zip(self.parameters(name).values(), first, strict=True):
                     parameter.copy_(source)
                     parameter.requires_grad_(True)
         self.activate(None)
 
-    def module(self, role: str) -> nn.Module:
+    def network_of(self, role: str) -> str:
         """The base, whatever the role."""
-        return self.networks["base"]
+        return "base"
 
     def parameters(self, role: str) -> dict[str, nn.Parameter]:
         """The role's adapter tensors; the base's own for the teacher."""
-        return self._parameters[role]
+        return {key: cast(nn.Parameter, self.tensors["base"][key]) for key in self._keys[role]}
+
+    def source_key(self, key: str) -> str:
+        """The name without what PEFT adds to that of an adapted module."""
+        return key.replace(".base_layer.", ".")
 
     def adapter(self, role: str) -> str | None:
         """The role's own name; None for the base."""
@@ -169,6 +196,29 @@ class SharedBase(Storage):
             # Straight into the instance: nn.Module's attribute setter costs ten times as much.
             layer.__dict__["_active_adapter"] = active
             layer.__dict__["_disable_adapters"] = adapter is None
+
+
+@contextmanager
+def standing_in(network: nn.Module) -> Iterator[None]:
+    """Let weights on the meta device pass for real ones, without memory for them.
+
+    PEFT puts an adapter where its layer's weights are, and on the meta device it would lose the
+    values it has just been given.
+    """
+    places = [
+        (module, name, parameter)
+        for module in network.modules()
+        for name, parameter in module._parameters.items()
+        if parameter is not None and parameter.is_meta
+    ]
+    for module, name, parameter in places:
+        hollow = torch.zeros((), dtype=parameter.dtype).expand(parameter.shape)
+        module._parameters[name] = nn.Parameter(hollow, requires_grad=False)
+    try:
+        yield
+    finally:
+        for module, name, parameter in places:
+            module._parameters[name] = parameter
 
 
 def adapter_of(key: str) -> str:

@@ -13,6 +13,7 @@ from fewstep.data.batches import Batch
 from fewstep.models.dit import DiT, DiTNetwork
 from fewstep.models.mixture import MixtureSettings
 from fewstep.models.model import Condition, Model
+from fewstep.parallel.sharding import Replicated, spread
 from fewstep.roles.optimizer import OptimizerSettings
 from fewstep.roles.role import FAKE_SCORE, STUDENT, TEACHER_SCORE, Roles
 from fewstep.roles.storage import LoraSettings, Storage, build_independent, build_shared_base
@@ -31,6 +32,7 @@ class Call:
 
 def build_roles(model: Model, storage: Storage) -> Roles:
     """Roles in float64, each role's weights moved a little so that no two are equal."""
+    spread(storage, Replicated(), model.blocks, None, dtype=torch.float64)
     roles = Roles(model, storage, ROLES, TRAINED, dtype=torch.float64)
     generator = torch.Generator().manual_seed(5)
     with torch.no_grad():

@@ -21,6 +21,7 @@ from fewstep.methods.dmd2 import DMD2, DMD2Settings, sample_statistics
 from fewstep.methods.options import SigmaSampling
 from fewstep.models.mixture import mixture_x0
 from fewstep.models.module import ModuleModel
+from fewstep.parallel.sharding import Replicated, spread
 from fewstep.roles.optimizer import OptimizerSettings
 from fewstep.roles.role import FAKE_SCORE, STUDENT, TEACHER_SCORE, Roles
 from fewstep.roles.storage import Independent
@@ -133,7 +134,9 @@ def test_expected_direction_is_the_gradient_of_the_kl_divergence(
     model = ModuleModel(nn.Identity, (dimensions,), path=path)
     model.forward = lambda network, x, sigma, condition: network(x, sigma)  # type: ignore[method-assign]
     trained = {STUDENT: OptimizerSettings(lr=1.0)}
-    roles = Roles(model, Independent(networks), tuple(networks), trained, dtype=torch.float64)
+    storage = Independent(networks)
+    spread(storage, Replicated(), model.blocks, None, dtype=torch.float64)
+    roles = Roles(model, storage, tuple(networks), trained, dtype=torch.float64)
     nodes, weights = quadrature(dimensions, order)
     draw, batch = Quadrature(nodes, sigma), Batch(torch.arange(len(nodes)), {})
     dmd2 = method(steps=1)

@@ -13,6 +13,7 @@ from fewstep.config import load_recipe
 from fewstep.evaluation import sliced_wasserstein_distance
 from fewstep.launch.local import train
 from fewstep.models.mixture import Mixture
+from fewstep.models.model import pretrained
 from fewstep.roles.role import STUDENT, STUDENT_EMA
 from fewstep.run import Run, build_worker
 
@@ -38,7 +39,9 @@ def test_a_wrong_student_becomes_the_mixture(tmp_path: Path) -> None:
     recipe = load_recipe(RECIPE, [f"run_dir={tmp_path / 'run'}"])
     model = recipe.model.build()
     assert isinstance(model, Mixture)
-    untrained = Run(tmp_path, recipe, build_worker(recipe, model, None, model.build_network()), 0)
+    untrained = Run(
+        tmp_path, recipe, build_worker(recipe, model, None, pretrained(model.build_network())), 0
+    )
     # Two sets of real samples differ too, most in how many fall to each component.
     sets = [real(model, seed) for seed in range(20)]
     floor = mean(map(sliced_wasserstein_distance, sets[::2], sets[1::2]))

@@ -1,0 +1,1 @@
+"""Many ranks: who they are, how weights are spread over them, how numbers are summed."""

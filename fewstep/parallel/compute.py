@@ -1,0 +1,43 @@
+"""How a network computes: in lower precision, or recomputing instead of remembering.
+
+Both replace `forward` of a module, from outside, by a partial that a copy of the module copies
+along; names of parameters stay as they are.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from functools import partial
+from typing import Any
+
+import torch
+from torch import nn
+from torch.utils.checkpoint import checkpoint
+
+
+def recompute_in_backward(blocks: Sequence[nn.Module]) -> None:
+    """Keep only the input of each block for the backward pass (Chen et al., arXiv 1604.06174)."""
+    for block in blocks:
+        block.forward = partial(_recomputed, block.forward)  # type: ignore[method-assign]
+
+
+def _recomputed(forward: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    if not torch.is_grad_enabled():
+        return forward(*args, **kwargs)
+    # The networks draw nothing from a global generator: there is no state of it to keep.
+    return checkpoint(forward, *args, use_reentrant=False, preserve_rng_state=False, **kwargs)
+
+
+def compute_in(network: nn.Module, dtype: torch.dtype, device_type: str) -> None:
+    """Run a network under autocast: matrix products in `dtype`, sums and norms in float32.
+
+    Unlike casting every input, this leaves the timestep exact: 999.3 has no bfloat16.
+    """
+    network.forward = partial(_autocast, network.forward, dtype, device_type)  # type: ignore[method-assign]
+
+
+def _autocast(
+    forward: Callable[..., Any], dtype: torch.dtype, device_type: str, *args: Any, **kwargs: Any
+) -> Any:
+    with torch.autocast(device_type, dtype):
+        return forward(*args, **kwargs)

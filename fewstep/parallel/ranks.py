@@ -1,0 +1,155 @@
+"""The ranks of a run, and the few collectives that are not torch's own sharding."""
+
+from __future__ import annotations
+
+import os
+from dataclasses import dataclass
+from datetime import timedelta
+from typing import TypeVar, cast, final
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from fewstep.errors import UserError
+
+T = TypeVar("T")
+
+
+@final
+@dataclass(frozen=True)
+class Ranks:
+    """The processes that share a run. One process alone has no group and talks to nobody.
+
+    Attributes:
+        rank: of this process.
+        size: how many there are.
+        device: of this process.
+        grouped: whether there is a process group (one process may have one too).
+    """
+
+    rank: int
+    size: int
+    device: torch.device
+    grouped: bool
+
+    @property
+    def first(self) -> bool:
+        """Whether this is the rank that writes files and speaks to the user."""
+        return self.rank == 0
+
+    def share(self, count: int) -> range:
+        """This rank's part of `count` things: contiguous, and as even as can be."""
+        return share(count, self.size, self.rank)
+
+    def sum(self, numbers: Tensor) -> Tensor:
+        """Sum over ranks, float64 [N]: added in the order of the ranks, the same bits on all."""
+        return numbers if self.size == 1 else self.gather(numbers).sum(0)
+
+    def gather(self, tensor: Tensor) -> Tensor:
+        """Every rank's tensor of the same shape [...], on every rank: [size, ...]."""
+        if self.size == 1:
+            return tensor[None]
+        local = tensor.to(self.device)
+        found = local.new_empty((self.size, *local.shape))
+        dist.all_gather_into_tensor(found.view(-1), local.contiguous().view(-1))
+        return found.to(tensor.device)
+
+    def gather_shares(self, part: Tensor, count: int) -> Tensor:
+        """What every rank has made of its `share` of `count` rows, in order: [count, ...]."""
+        if self.size == 1:
+            return part
+        most = -(-count // self.size)
+        padded = part.new_zeros((most, *part.shape[1:]))
+        padded[: len(part)] = part
+        rows = self.gather(padded)
+        return torch.cat([rows[r, : len(share(count, self.size, r))] for r in range(self.size)])
+
+    def broadcast(self, tensor: Tensor) -> Tensor:
+        """Rank 0's tensor, in place, on every rank."""
+        if self.size > 1:
+            dist.broadcast(tensor, src=0)
+        return tensor
+
+    def tell(self, value: T) -> T:
+        """Rank 0's value (anything small) on every rank."""
+        if self.size == 1:
+            return value
+        box = [value if self.first else None]
+        dist.broadcast_object_list(box, src=0, device=self.device)
+        return cast(T, box[0])
+
+    def any(self, flag: bool) -> bool:
+        """Whether any rank says so."""
+        return bool(self.sum(torch.tensor([float(flag)], dtype=torch.float64))[0] > 0)
+
+    def barrier(self) -> None:
+        """Wait for all."""
+        self.any(False)
+
+
+CPU = torch.device("cpu")
+SINGLE = Ranks(0, 1, CPU, grouped=False)
+
+
+def share(count: int, size: int, rank: int) -> range:
+    """The part of `count` things that is one rank's: contiguous, sizes differing by one at most."""
+    return range(count * rank // size, count * (rank + 1) // size)
+
+
+def split_evenly(rows: range, parts: int) -> list[range]:
+    """Cut rows into so many contiguous parts, sizes differing by one at most."""
+    return [
+        range(rows.start + p.start, rows.start + p.stop)
+        for p in (share(len(rows), parts, i) for i in range(parts))
+    ]
+
+
+def launched_ranks() -> int | None:
+    """How many processes torchrun has started, or None where it has not started this one."""
+    return int(os.environ["WORLD_SIZE"]) if "TORCHELASTIC_RUN_ID" in os.environ else None
+
+
+def local_device(device: torch.device) -> torch.device:
+    """The device of this process: `cuda` means one for each process of a machine.
+
+    Raises:
+        UserError: where several processes would share one device.
+    """
+    if device.type != "cuda" or launched_ranks() in (None, 1):
+        return device
+    if device.index is not None:
+        raise UserError(
+            f"runtime.device: {str(device)!r} names one device, but there are {launched_ranks()} "
+            f"processes; write 'cuda', and each takes its own"
+        )
+    return torch.device("cuda", int(os.environ["LOCAL_RANK"]))
+
+
+def join(device: torch.device, timeout_seconds: int, needed: bool = False) -> Ranks:
+    """Meet the other processes that torchrun has started; a process alone is a run of one rank.
+
+    Args:
+        device: as the recipe says.
+        timeout_seconds: of every collective.
+        needed: whether even a process alone needs a process group.
+    """
+    device = local_device(device)
+    if device.type == "cuda":
+        torch.cuda.set_device(device)
+    if not dist.is_initialized() and (launched_ranks() is not None or needed):
+        backend = "cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo"
+        timeout = timedelta(seconds=timeout_seconds)
+        if launched_ranks() is None:
+            dist.init_process_group(backend, store=dist.HashStore(), rank=0, world_size=1)
+        else:
+            dist.init_process_group(backend, timeout=timeout)
+    if not dist.is_initialized():
+        return Ranks(0, 1, device, grouped=False)
+    return Ranks(dist.get_rank(), dist.get_world_size(), device, grouped=True)
+
+
+def leave() -> None:
+    """Take leave of the other processes."""
+    if dist.is_initialized():
+        dist.destroy_process_group()

@@ -1,0 +1,64 @@
+"""How many processes share a run, and how its weights are spread over them."""
+
+from __future__ import annotations
+
+from typing import Annotated, Literal, final
+
+from pydantic import Field, model_validator
+
+from fewstep.settings import Settings
+
+ParallelKind = Literal["none", "ddp", "fsdp1", "fsdp2"]
+Positive = Annotated[int, Field(gt=0)]
+
+
+@final
+class ParallelSettings(Settings):
+    """How every network is spread over the ranks. The result does not depend on it."""
+
+    kind: ParallelKind = Field(
+        "none",
+        description="none: whole on every rank, gradients averaged once a phase; ddp: the same "
+        "by torch's DistributedDataParallel; fsdp2: sharded by fully_shard; fsdp1: by "
+        "FullyShardedDataParallel",
+    )
+    shard_size: Positive | None = Field(
+        None,
+        description="fsdp1, fsdp2: ranks that share one copy of the weights (hybrid sharding, for "
+        "example the GPUs of a node); null: all of them",
+    )
+    cpu_offload: bool = Field(
+        False, description="fsdp1, fsdp2: keep weights, gradients and optimizer in host memory"
+    )
+    reduce_each_micro_batch: bool = Field(
+        False,
+        description="fsdp1, fsdp2: reduce gradients after every micro-batch: more communication, "
+        "but no whole gradient is held in between",
+    )
+
+    @property
+    def sharded(self) -> bool:
+        """Whether each rank holds a part only."""
+        return self.kind in ("fsdp1", "fsdp2")
+
+    @model_validator(mode="after")
+    def _check(self) -> ParallelSettings:
+        for key in ("shard_size", "cpu_offload", "reduce_each_micro_batch"):
+            if getattr(self, key) and not self.sharded:
+                raise ValueError(
+                    f"{key}: only for kind 'fsdp1' or 'fsdp2', which shard the weights; kind is "
+                    f"{self.kind!r}"
+                )
+        return self
+
+
+@final
+class LaunchSettings(Settings):
+    """The processes of a run on this machine. Under torchrun its own arguments decide."""
+
+    processes: Positive = Field(
+        1, description="processes that `fewstep train` starts, one for each device"
+    )
+    timeout_seconds: Positive = Field(
+        600, description="how long a rank waits for the others before it gives up and says so"
+    )

@@ -1,0 +1,141 @@
+"""From micro-batches on many ranks to one mean: what is cut, what is summed, what it gives."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import final
+
+import torch
+from torch import Tensor
+
+from fewstep.errors import TrainingError
+from fewstep.methods.method import PhaseLoss
+from fewstep.parallel.ranks import Ranks, split_evenly
+
+
+@final
+@dataclass(frozen=True)
+class MicroBatch:
+    """Some rows of a phase's batch; `count` is 0 for a repetition that must change nothing."""
+
+    rows: range
+    count: int
+
+
+def micro_batches(batch_size: int, ranks: Ranks, micro_batch_size: int | None) -> list[MicroBatch]:
+    """This rank's portions of a batch: as many on every rank, since all must call as often.
+
+    A rank with too few samples for that repeats its last one, which does not count.
+    """
+    size = micro_batch_size or batch_size
+    most = -(-batch_size // ranks.size)
+    portions = -(-most // size)
+    mine = ranks.share(batch_size)
+    if portions <= len(mine):
+        rows = [mine[start : start + size] for start in range(0, len(mine), size)]
+        if len(rows) < portions:
+            rows = split_evenly(mine, portions)
+        return [MicroBatch(r, len(r)) for r in rows]
+    alone = [MicroBatch(mine[i : i + 1], 1) for i in range(len(mine))]
+    return alone + [MicroBatch(mine[-1:], 0)] * (portions - len(mine))
+
+
+def local_sums(
+    losses: Sequence[tuple[PhaseLoss, MicroBatch]], found: Sequence[Tensor], replicas: int
+) -> dict[str, Tensor]:
+    """What this rank adds to the sums of a phase: float64 [] each.
+
+    Args:
+        losses: each micro-batch's loss and its rows.
+        found: this rank's parts of the gradients.
+        replicas: how many ranks hold the same parts.
+
+    Returns:
+        "square" (of the gradients), "plain" and "weighted" (micro-batches without and with a
+        normalizer), "wrong" (normalizers that are not positive and finite), "weight" (sum of
+        normalizers), "nonfinite" and "entries" (of what the method checked), and of each metric,
+        the loss among them, the sum over samples, or over normalizers.
+    """
+    counted = [(loss, part) for loss, part in losses if part.count]
+    device = losses[0][0].loss.device
+    zero = torch.zeros((), dtype=torch.float64, device=device)
+
+    def total(values: Iterable[float | Tensor]) -> Tensor:
+        return sum((torch.as_tensor(v, device=device).double() for v in values), zero)
+
+    norm = torch.nn.utils.get_total_norm(found, foreach=True) if found else zero
+    normalizers = [loss.normalizer for loss, _ in counted if loss.normalizer is not None]
+    finite = [torch.as_tensor(n, device=device).double() for n in normalizers]
+    weights = [part.count if loss.normalizer is None else loss.normalizer for loss, part in counted]
+    sums = {
+        "square": norm.to(device).double() ** 2 / replicas,
+        "plain": total([len(counted) - len(normalizers)]),
+        "weighted": total([len(normalizers)]),
+        "wrong": total(~(torch.isfinite(n) & (n > 0)) for n in finite),
+        "weight": total(normalizers),
+        "nonfinite": total(
+            loss.nonfinite_entries for loss, _ in counted if loss.nonfinite_entries is not None
+        ),
+        "entries": total([loss.entries for loss, _ in counted]),
+        "of loss": total(
+            w * loss.loss.double() for w, (loss, _) in zip(weights, counted, strict=True)
+        ),
+    }
+    for key in losses[0][0].metrics:
+        sums[f"of {key}"] = total(
+            w * loss.metrics[key].double() for w, (loss, _) in zip(weights, counted, strict=True)
+        )
+    return sums
+
+
+def check_normalizers(role: str, totals: Mapping[str, float]) -> float | None:
+    """The sum of a phase's normalizers; None where it has none.
+
+    Raises:
+        TrainingError: where only some micro-batches have one, or one is not positive and finite.
+    """
+    if not totals["weighted"]:
+        return None
+    if totals["plain"]:
+        raise TrainingError(f"{role}: some micro-batches have a normalizer and some have none")
+    if totals["wrong"] or not math.isfinite(totals["weight"]):
+        raise TrainingError(
+            f"{role}: {totals['wrong']:.0f} of {totals['weighted']:.0f} loss normalizers are not "
+            f"positive and finite"
+        )
+    return totals["weight"]
+
+
+def phase_values(
+    totals: Mapping[str, float], weight: float | None, batch_size: int
+) -> dict[str, float]:
+    """Means over samples, or over normalizers, from a phase's sums.
+
+    Returns:
+        "loss", "grad_norm", the method's metrics, and "finite_share" of the method's entries.
+    """
+    values = {
+        key.removeprefix("of "): value / (weight or batch_size)
+        for key, value in totals.items()
+        if key.startswith("of ")
+    }
+    square = totals["square"]
+    norm = math.sqrt(square) if math.isfinite(square) else square
+    values["grad_norm"] = norm / (weight or 1.0)
+    if totals["entries"]:
+        values["nonfinite_entries"] = totals["nonfinite"]
+        values["finite_share"] = 1 - totals["nonfinite"] / totals["entries"]
+    if "sample_mean_square" in values:
+        variance = values.pop("sample_mean_square") - values["sample_mean"] ** 2
+        values["sample_std"] = (
+            math.sqrt(max(variance, 0.0)) if math.isfinite(variance) else variance
+        )
+    return values
+
+
+def concatenate_outputs(losses: Sequence[tuple[PhaseLoss, MicroBatch]]) -> dict[str, Tensor]:
+    """Outputs of this rank's micro-batches, in the order of the samples."""
+    counted = [loss for loss, part in losses if part.count]
+    return {key: torch.cat([loss.outputs[key] for loss in counted]) for key in counted[0].outputs}
