@@ -105,7 +105,13 @@ class Run:
         sampler = spec or self.method.sampler(steps)
         with cpu_threads(self.recipe.runtime.threads):
             return sample_role(
-                self.roles, role or self.result_role, sampler, total, labels=labels, seed=seed
+                self.roles,
+                role or self.result_role,
+                sampler,
+                total,
+                labels=labels,
+                seed=seed,
+                ranks=self.worker.ranks,
             )
 
 

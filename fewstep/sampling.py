@@ -16,6 +16,7 @@ from fewstep.diffusion.prediction import Prediction
 from fewstep.diffusion.samplers import sample_few_step, sample_heun
 from fewstep.methods.method import SamplerSpec, trained_transition
 from fewstep.models.model import Denoiser
+from fewstep.parallel.ranks import SINGLE, Ranks
 from fewstep.roles.role import Roles
 
 
@@ -47,6 +48,7 @@ def sample_role(
     seed: int = 0,
     batch_size: int = 256,
     on_batch: Callable[[int], None] = lambda done: None,
+    ranks: Ranks = SINGLE,
 ) -> Samples:
     """Sample a role's network; sample i depends on seed, i and its label alone.
 
@@ -59,24 +61,29 @@ def sample_role(
         seed: of the initial noise, which is the same for every role and solver.
         batch_size: samples at once.
         on_batch: called with the number of samples finished.
+        ranks: that share the work; every one of them calls this, and gets all samples.
 
     Raises:
         ValueError: where labels do not fit the network.
     """
     check_labels(roles.model.classes, count, labels)
-    ids = torch.arange(count, device=roles.device)
-    condition = {} if labels is None else {"class_labels": labels.to(roles.device)}
+    mine = ranks.share(count)
+    # As many calls on every rank, since a sharded network is gathered by all at once.
+    rounds = range(0, -(-count // ranks.size), batch_size)
+    ids = torch.arange(mine.start, max(mine.stop, mine.start + rounds.stop), device=roles.device)
+    ids = ids.clamp(max=count - 1)
     parts, calls, seconds = [], 0, 0.0
     with torch.no_grad(), roles.use(role) as denoiser:
-        for start in range(0, count, batch_size):
-            rows = slice(start, start + batch_size)
-            part = {key: value[rows] for key, value in condition.items()}
+        for start in rounds:
+            some = ids[start : start + batch_size]
+            condition = {} if labels is None else {"class_labels": labels.to(ids.device)[some]}
             began = time.perf_counter()
-            samples, calls = sample_batch(denoiser, spec, ids[rows], part, seed, roles.dtype)
+            samples, calls = sample_batch(denoiser, spec, some, condition, seed, roles.dtype)
             parts.append(roles.model.decode(samples).float().cpu())
             seconds += time.perf_counter() - began
             on_batch(min(start + batch_size, count))
-    return Samples(torch.cat(parts), labels, seconds, calls)
+    images = ranks.gather_shares(torch.cat(parts)[: len(mine)], count)
+    return Samples(images, labels, seconds, calls)
 
 
 def sample_batch(

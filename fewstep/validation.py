@@ -13,6 +13,7 @@ from fewstep.errors import UserError
 from fewstep.evaluation import HIGHER_IS_BETTER, Evaluator
 from fewstep.features import FeatureNetwork, InceptionFeatures, RawFeatures, train_digit_classifier
 from fewstep.methods.method import SamplerSpec
+from fewstep.parallel.ranks import SINGLE, Ranks
 from fewstep.roles.role import STUDENT, STUDENT_EMA, Roles
 from fewstep.sampling import balanced_labels, sample_role
 from fewstep.settings import Settings
@@ -73,11 +74,12 @@ class ValidationHook:
         settings: ValidationSettings,
         roles: Roles,
         spec: SamplerSpec,
-        evaluator: Evaluator,
+        evaluator: Evaluator | None,
         metrics: Metrics,
         last_cycle: int,
         best: dict[str, Any] | None,
         on_best: Callable[[int, dict[str, Any]], None],
+        ranks: Ranks = SINGLE,
     ) -> None:
         """Prepare to validate.
 
@@ -85,12 +87,14 @@ class ValidationHook:
             settings: schedule and metric.
             roles: holds the student.
             spec: how it is sampled.
-            evaluator: knows the real data.
+            evaluator: knows the real data; only rank 0 needs one.
             metrics: where results go.
             last_cycle: is validated whatever the schedule.
             best: the best so far, of a resumed run.
             on_best: called with the cycle and {"cycle", "metric", "value"} of a new best.
+            ranks: that share the sampling.
         """
+        self._ranks = ranks
         self._settings = settings
         self._roles = roles
         self._spec = spec
@@ -132,10 +136,13 @@ class ValidationHook:
             labels=labels,
             seed=s.seed,
             batch_size=s.batch_size,
+            ranks=self._ranks,
         )
-        if not torch.isfinite(samples.images).all():
-            return None
-        return dict(self._evaluator.evaluate(samples.images, labels).as_dict())
+        values = None
+        if self._evaluator is not None and torch.isfinite(samples.images).all():
+            values = dict(self._evaluator.evaluate(samples.images, labels).as_dict())
+        # All ranks must agree on which cycle is the best: they save it together.
+        return self._ranks.tell(values)
 
     def _improves(self, value: float) -> bool:
         if self.best is None:

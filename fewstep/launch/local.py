@@ -1,8 +1,9 @@
-"""Run a recipe in this process."""
+"""Run a recipe in this process, which may be one of several that torchrun has started."""
 
 from __future__ import annotations
 
 import json
+import logging
 import os
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -32,11 +33,13 @@ from fewstep.launch.hooks import (
 from fewstep.methods.dmd2 import sample_statistics
 from fewstep.methods.method import SamplerSpec
 from fewstep.models.model import Model
+from fewstep.parallel.ranks import Ranks, join
 from fewstep.roles.role import STUDENT, TEACHER_SCORE, Roles
 from fewstep.run import (
     RECIPE,
     Run,
     build_worker,
+    check_ranks,
     is_run_directory,
     load_weights,
     resolve_recipe,
@@ -44,7 +47,7 @@ from fewstep.run import (
 )
 from fewstep.sampling import balanced_labels, cpu_threads, sample_role
 from fewstep.training.loop import StopRequest, train_cycles
-from fewstep.training.metrics import logger, open_metrics
+from fewstep.training.metrics import Metrics, logger, open_metrics
 from fewstep.training.worker import Worker
 from fewstep.validation import build_evaluator
 
@@ -90,17 +93,19 @@ def train_in_process(
     stop: StopRequest,
 ) -> Run:
     """The body of `train`, with the threads set."""
+    ranks = join_ranks(recipe)
     directory = Path(recipe.run_dir)
     check_directory(directory, resume)
     recipe = resolve_recipe(recipe, resumed_recipe(directory) if resume else None)
     model = model or recipe.model.build()
     recipe.method.build().check(model)
+    check_ranks(recipe, ranks)
     dataset = data if data is not None else recipe.data.load()
     if dataset is None and (recipe.data.name == "custom" or recipe.validation is not None):
         raise UserError("data: the recipe needs a data set; pass it as train(recipe, data=...)")
     with reporting("model: the network cannot be built"):
         teacher = None if resume else load_weights(recipe, model)
-        worker = build_worker(recipe, model, dataset, teacher)
+        worker = build_worker(recipe, model, dataset, teacher, ranks)
     check_network(worker.roles, recipe.seed)
     start = restore(directory, recipe, worker) if resume else 0
     run = Run(directory, recipe, worker, start)
@@ -109,27 +114,49 @@ def train_in_process(
     # All that may fail comes before the recipe is written, which makes it a run directory.
     reference = teacher_statistics(run) if TEACHER_SCORE in run.roles else None
     evaluator = None
-    if recipe.validation is not None and dataset is not None:
+    if recipe.validation is not None and dataset is not None and ranks.first:
         evaluator = build_evaluator(dataset, recipe.validation.features, recipe.data.name)
-    with saving(directory):
-        directory.mkdir(parents=True, exist_ok=True)
-        if not resume:
-            remove_unsaved(directory)
-        metrics = open_metrics(recipe.logging, directory, start)
+    ranks.barrier()  # every rank has looked at the directory as it was
+    metrics = open_directory(run, resume)
     try:
-        with saving(directory):
-            write_recipe(directory, recipe)
         saver = CheckpointHook(run)
         hooks = build_hooks(run, reference, evaluator, metrics, on_cycle, saver)
         cycles = range(start + 1, recipe.train.cycles + 1)
         k = worker.method.fake_updates_per_student
         with stop.on_interrupt():
-            done = train_cycles(worker, cycles, k, recipe.cycle, hooks, stop)
+            done = train_cycles(worker, cycles, k, recipe.cycle, hooks, stop, ranks.any)
         if done > start or not resume:
             saver.save(done)
     finally:
         metrics.close()
     return Run(directory, recipe, worker, done, cycles_run=done - start)
+
+
+def join_ranks(recipe: Recipe) -> Ranks:
+    """Meet the other processes of the run; only the first one's log is worth reading."""
+    grouped = recipe.parallel.kind != "none"
+    ranks = join(torch.device(recipe.runtime.device), recipe.launch.timeout_seconds, grouped)
+    if not ranks.first:
+        logger.setLevel(logging.ERROR)
+    return ranks
+
+
+def open_directory(run: Run, resume: bool) -> Metrics:
+    """Make the run directory and write the recipe into it; rank 0 alone does that."""
+    if not run.worker.ranks.first:
+        return Metrics([])
+    with saving(run.directory):
+        run.directory.mkdir(parents=True, exist_ok=True)
+        if not resume:
+            remove_unsaved(run.directory)
+        metrics = open_metrics(run.recipe.logging, run.directory, run.cycle)
+    try:
+        with saving(run.directory):
+            write_recipe(run.directory, run.recipe)
+    except BaseException:
+        metrics.close()
+        raise
+    return metrics
 
 
 def check_device(device: str) -> None:
@@ -219,7 +246,7 @@ def restore(directory: Path, recipe: Recipe, worker: Worker) -> int:
     Raises:
         UserError: where it is damaged, or the recipe has changed in a way that matters.
     """
-    checkpoint = latest_checkpoint(directory)
+    checkpoint = worker.ranks.tell(latest_checkpoint(directory))
     state = load_checkpoint(checkpoint)
     saved = json.loads((checkpoint / FINGERPRINT).read_text())
     check_fingerprint(saved, run_fingerprint(recipe, worker), checkpoint)
@@ -241,7 +268,8 @@ def teacher_statistics(run: Run, count: int = 64, steps: int = 16) -> dict[str, 
     first = run.method.sampler().sigmas[0]
     spec = SamplerSpec(tuple(first * s for s in few_step_grid(steps)), "euler", guidance)
     labels = balanced_labels(run.roles.model.classes, count)
-    images = sample_role(run.roles, TEACHER_SCORE, spec, count, labels=labels).images
+    ranks = run.worker.ranks
+    images = sample_role(run.roles, TEACHER_SCORE, spec, count, labels=labels, ranks=ranks).images
     moments = {key: float(value) for key, value in sample_statistics(images).items()}
     square = moments.pop("sample_mean_square")
     return moments | {"sample_std": (square - moments["sample_mean"] ** 2) ** 0.5}

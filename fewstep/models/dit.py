@@ -152,6 +152,10 @@ class DiT(Model):
         """Write the directory that `DiTTransformer2DModel.from_pretrained` reads."""
         network.save_pretrained(directory)  # type: ignore[operator]
 
+    def blocks(self, network: nn.Module) -> dict[str, nn.Module]:
+        """All transformer blocks but the first, whose embedding the network calls by itself."""
+        return {k: b for k, b in super().blocks(network).items() if k != "transformer_blocks.0"}
+
     def forward(self, network: nn.Module, x: Tensor, sigma: Tensor, condition: Condition) -> Tensor:
         """See `Model.forward`."""
         timestep = self.path.timestep(sigma)

@@ -18,7 +18,7 @@ from torch.utils.checkpoint import checkpoint
 def recompute_in_backward(blocks: Sequence[nn.Module]) -> None:
     """Keep only the input of each block for the backward pass (Chen et al., arXiv 1604.06174)."""
     for block in blocks:
-        block.forward = partial(_recomputed, block.forward)  # type: ignore[method-assign]
+        block.forward = partial(_recomputed, block.forward)
 
 
 def _recomputed(forward: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
@@ -33,7 +33,7 @@ def compute_in(network: nn.Module, dtype: torch.dtype, device_type: str) -> None
 
     Unlike casting every input, this leaves the timestep exact: 999.3 has no bfloat16.
     """
-    network.forward = partial(_autocast, network.forward, dtype, device_type)  # type: ignore[method-assign]
+    network.forward = partial(_autocast, network.forward, dtype, device_type)
 
 
 def _autocast(

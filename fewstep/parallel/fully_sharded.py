@@ -28,7 +28,7 @@ from torch.distributed.fsdp import FullyShardedDataParallel as FSDP1
 from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
 
 from fewstep.parallel.materialize import Filler
-from fewstep.parallel.ranks import Ranks
+from fewstep.parallel.ranks import Ranks, gather_rows
 from fewstep.parallel.settings import ParallelSettings
 from fewstep.parallel.sharding import Blocks, Sharding
 from fewstep.roles.storage import Storage
@@ -72,6 +72,7 @@ class FullySharded2(Sharding):
         for path, block in blocks(network).items():
             filler.fill(block, f"{path}.")
             fully_shard(block, **self._options)
+            filler.close(block)
         filler.fill(network)
         # The root too is cut again after its forward pass: a copy that lives on would go stale
         # when another network's update changes it (student_ema, after a validation).
@@ -155,7 +156,9 @@ class FullySharded1(Sharding):
             for path, block in blocks(network).items():
                 filler.fill(block, f"{path}.")
                 self._remember_shapes(block)
-                network.set_submodule(path, FSDP1(block, **self._options))
+                wrapped = FSDP1(block, **self._options)
+                network.set_submodule(path, wrapped)
+                filler.close(wrapped)
             filler.fill(network)
             self._remember_shapes(network)
             inner = FSDP1(network, **self._options)
@@ -210,9 +213,7 @@ class FullySharded1(Sharding):
     def _gather(self, row: Tensor) -> Tensor:
         """Rows of the same length of all ranks that share a copy: [ranks, N]."""
         group = self._mesh.get_group("shard")
-        found = row.new_empty((dist.get_world_size(group), len(row)))
-        dist.all_gather_into_tensor(found.view(-1), row, group=group)
-        return found
+        return gather_rows(row, dist.get_world_size(group), group)
 
     @torch.no_grad()
     def _whole(self, pieces: Sequence[tuple[Tensor, Tensor]]) -> list[Tensor]:

@@ -7,7 +7,7 @@ no rank holds more than its shards and one block.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Container, Iterator, Mapping
 from typing import final
 
 import torch
@@ -43,6 +43,7 @@ class Filler:
         self._dtype = dtype
         self._weights = weights
         self._source_key = source_key
+        self._done: set[int] = set()
         self._new: dict[int, Tensor] = {}
         self._old: list[Tensor] = []  # keeps what `_new` knows by its identity alive
 
@@ -53,21 +54,23 @@ class Filler:
             module: of the network, or all of it.
             prefix: its name in the network, with a dot at the end.
         """
-        for owner, key, tensor in list(_tensors(module, prefix)):
-            if id(tensor) in self._new and self._new[id(tensor)] is tensor:
-                continue
+        for owner, key, tensor in list(_tensors(module, prefix, self._done)):
             if id(tensor) not in self._new:
                 self._remember(tensor, self._value(key, tensor))
             name = key.rpartition(".")[2]
             place = owner._parameters if isinstance(tensor, nn.Parameter) else owner._buffers
             place[name] = self._new[id(tensor)]  # type: ignore[assignment]
 
+    def close(self, module: nn.Module) -> None:
+        """Leave alone what is below a module from now on: it is sharded."""
+        self._done |= {id(m) for m in module.modules()}
+
     def _remember(self, old: Tensor, value: Tensor) -> None:
         new = value
         if isinstance(old, nn.Parameter):
             new = nn.Parameter(value, requires_grad=old.requires_grad)
-        self._new[id(old)] = self._new[id(new)] = new
-        self._old += [old, new]
+        self._new[id(old)] = new
+        self._old.append(old)
 
     @torch.no_grad()
     def _value(self, key: str, tensor: Tensor) -> Tensor:
@@ -96,9 +99,13 @@ class Filler:
         return value
 
 
-def _tensors(module: nn.Module, prefix: str) -> Iterator[tuple[nn.Module, str, Tensor]]:
+def _tensors(
+    module: nn.Module, prefix: str, but: Container[int]
+) -> Iterator[tuple[nn.Module, str, Tensor]]:
     """Every parameter and buffer below a module: its owner, its name, itself."""
     for path, owner in module.named_modules():
+        if id(owner) in but:
+            continue
         start = prefix + (f"{path}." if path else "")
         for found in (owner._parameters, owner._buffers):
             for name, tensor in found.items():

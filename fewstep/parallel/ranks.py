@@ -50,10 +50,7 @@ class Ranks:
         """Every rank's tensor of the same shape [...], on every rank: [size, ...]."""
         if self.size == 1:
             return tensor[None]
-        local = tensor.to(self.device)
-        found = local.new_empty((self.size, *local.shape))
-        dist.all_gather_into_tensor(found.view(-1), local.contiguous().view(-1))
-        return found.to(tensor.device)
+        return gather_rows(tensor.to(self.device), self.size).to(tensor.device)
 
     def gather_shares(self, part: Tensor, count: int) -> Tensor:
         """What every rank has made of its `share` of `count` rows, in order: [count, ...]."""
@@ -86,6 +83,13 @@ class Ranks:
     def barrier(self) -> None:
         """Wait for all."""
         self.any(False)
+
+
+def gather_rows(tensor: Tensor, size: int, group: dist.ProcessGroup | None = None) -> Tensor:
+    """The tensor [...] of each of `size` ranks of a group, on every one of them: [size, ...]."""
+    found = tensor.new_empty((size, *tensor.shape))
+    dist.all_gather(list(found.unbind()), tensor.contiguous(), group=group)
+    return found
 
 
 CPU = torch.device("cpu")
@@ -141,7 +145,8 @@ def join(device: torch.device, timeout_seconds: int, needed: bool = False) -> Ra
         backend = "cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo"
         timeout = timedelta(seconds=timeout_seconds)
         if launched_ranks() is None:
-            dist.init_process_group(backend, store=dist.HashStore(), rank=0, world_size=1)
+            store = torch._C._distributed_c10d.HashStore()
+            dist.init_process_group(backend, store=store, rank=0, world_size=1)
         else:
             dist.init_process_group(backend, timeout=timeout)
     if not dist.is_initialized():

@@ -95,7 +95,7 @@ class Replicated(Sharding):
         flat = torch.cat([g.reshape(-1) for g in gradients])
         dist.all_reduce(flat)
         flat /= self.ranks.size
-        parts = flat.split([g.numel() for g in gradients])
+        parts = torch.split(flat, [g.numel() for g in gradients])
         torch._foreach_copy_(
             list(gradients), [p.view_as(g) for p, g in zip(parts, gradients, strict=True)]
         )
@@ -120,14 +120,15 @@ class DistributedData(Sharding):
         for role in trained:
             network = storage.networks[storage.network_of(role)]
             own = storage.parameters(role)
-            # On a shared base, the other roles' adapters and the base are none of its business.
+            # On a shared base, the other roles' adapters and the base are none of its business;
+            # buffers are the same everywhere.
             others = [key for key, _ in network.named_parameters() if key not in own]
-            nn.parallel.DistributedDataParallel._set_params_and_buffers_to_ignore_for_model(
+            others += [key for key, _ in network.named_buffers()]
+            ignore = nn.parallel.DistributedDataParallel._set_params_and_buffers_to_ignore_for_model
+            ignore(  # type: ignore[no-untyped-call]
                 network, others
             )
-            self._wrapped[role] = nn.parallel.DistributedDataParallel(
-                network, broadcast_buffers=False, gradient_as_bucket_view=False
-            )
+            self._wrapped[role] = nn.parallel.DistributedDataParallel(network)
             storage.wrap(role, self._wrapped[role])
 
     def accumulating(self, storage: Storage, role: str, last: bool) -> AbstractContextManager[None]:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import signal
 import threading
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from types import FrameType
@@ -71,15 +71,25 @@ def train_cycles(
     settings: CycleSettings,
     hooks: Sequence[Hook],
     stop: StopRequest,
+    agree: Callable[[bool], bool] = bool,
 ) -> int:
     """Run cycles until the last one, or until a stop is requested.
+
+    Args:
+        executor: runs the phases.
+        cycles: their numbers.
+        fake_updates_per_student: K.
+        settings: order, warm-up and sharing.
+        hooks: what happens after each cycle.
+        stop: the wish to stop of this process.
+        agree: whether any process of the run wishes so: all must leave after the same cycle.
 
     Returns:
         The last cycle that was completed (`cycles.start - 1` if none).
     """
     done = cycles.start - 1
     for cycle in cycles:
-        if stop.requested:
+        if agree(stop.requested):
             break
         results = run_cycle(executor, cycle, fake_updates_per_student, settings)
         done = cycle

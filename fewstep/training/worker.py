@@ -154,7 +154,7 @@ class Worker:
         totals = dict(zip(sums, numbers.tolist(), strict=True))
         weight = check_normalizers(role.name, totals)
         if weight is not None:
-            torch._foreach_div_(found, weight)
+            scale(found, 1 / weight)
         values = phase_values(totals, weight, self.settings.batch_size)
         silent = self.sharding.zeros_for_none and values["grad_norm"] == 0 and values["loss"] != 0
         if silent:
@@ -181,8 +181,7 @@ class Worker:
         assert role.optimizer is not None
         clip = role.settings.clip_norm
         if clip is not None and values["grad_norm"] > clip:
-            found = self.sharding.local(gradients(role))
-            torch._foreach_mul_(found, clip / values["grad_norm"])
+            scale(self.sharding.local(gradients(role)), clip / values["grad_norm"])
         for group in role.optimizer.param_groups:
             group["lr"] = role.learning_rate
         role.optimizer.step()
@@ -213,6 +212,12 @@ class Worker:
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Put back what `state_dict` gave (see `training.state`)."""
         load_state_dict(self.roles, self.sharding, state)
+
+
+def scale(tensors: Sequence[Tensor], factor: float) -> None:
+    """Multiply tensors in place; a rank may hold none of a role's."""
+    if tensors:
+        torch._foreach_mul_(list(tensors), factor)
 
 
 def gradients(role: Role) -> list[Tensor]:
