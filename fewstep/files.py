@@ -6,35 +6,32 @@ import contextlib
 import errno
 import hashlib
 import os
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Any
-
-from safetensors.torch import save_file
-from torch import Tensor
+from typing import TypedDict
 
 from fewstep.errors import UserError
 
 
-def write_tensors(file: Path, tensors: Mapping[str, Tensor]) -> None:
-    """Write a safetensors file and flush it; tensors that share memory are written apart."""
-    seen: set[int] = set()
-    whole = {}
-    for key, value in tensors.items():
-        value = value.detach().cpu().contiguous()
-        memory = value.untyped_storage().data_ptr()
-        whole[key] = value.clone() if memory in seen else value
-        seen.add(memory)
-    save_file(whole, file)
-    with open(file, "rb") as stream:
-        os.fsync(stream.fileno())
+class FileEntry(TypedDict):
+    """What a manifest says of a file."""
+
+    size: int
+    sha256: str
 
 
-def write_file(file: Path, content: bytes) -> None:
+def write_file(file: Path, content: bytes) -> FileEntry:
     """Write a file and flush it to the disk."""
     with open(file, "wb") as stream:
         stream.write(content)
         stream.flush()
+        os.fsync(stream.fileno())
+    return {"size": len(content), "sha256": hashlib.sha256(content).hexdigest()}
+
+
+def sync_file(file: Path) -> None:
+    """Flush to the disk what was written into a file that is closed."""
+    with open(file, "rb") as stream:
         os.fsync(stream.fileno())
 
 
@@ -47,19 +44,24 @@ def sync_directory(directory: Path) -> None:
         os.close(descriptor)
 
 
-def describe_files(directory: Path) -> dict[str, dict[str, Any]]:
-    """Every file below a directory with its size and SHA-256."""
-    return {
-        str(file.relative_to(directory)): {"size": file.stat().st_size, "sha256": digest(file)}
-        for file in sorted(directory.rglob("*"))
-        if file.is_file()
-    }
+def describe_file(file: Path) -> FileEntry:
+    """Size and SHA-256 of a file."""
+    return {"size": file.stat().st_size, "sha256": digest(file)}
 
 
 def digest(file: Path) -> str:
     """SHA-256 of a file's content, hexadecimal."""
     with open(file, "rb") as stream:
         return hashlib.file_digest(stream, "sha256").hexdigest()
+
+
+def failure_to_write(error: Exception) -> str | None:
+    """What kept a file from being written, in words; None for any other kind of error."""
+    number = getattr(error, "errno", None)
+    # Libraries wrap the operating system's errors: safetensors' has the words only.
+    if number in (errno.ENOSPC, errno.EDQUOT) or "No space left" in str(error):
+        return "no space is left on the device"
+    return str(error) if isinstance(error, OSError) else None
 
 
 @contextlib.contextmanager
@@ -69,11 +71,9 @@ def saving(what: Path, clean_up: Callable[[], None] = lambda: None) -> Iterator[
         yield
     except Exception as error:
         clean_up()
-        number = getattr(error, "errno", None)
-        full = number in (errno.ENOSPC, errno.EDQUOT) or "No space left" in str(error)
-        if not full and not isinstance(error, OSError):
+        reason = failure_to_write(error)
+        if reason is None:
             raise
-        reason = "no space is left on the device" if full else str(error)
         raise UserError(
             f"{what} could not be written: {reason}. Nothing was published; what was saved "
             f"before is untouched"

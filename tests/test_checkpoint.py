@@ -15,8 +15,9 @@ from typing import Any
 
 import pytest
 import torch
+from torch.distributed.checkpoint import filesystem
 
-from fewstep import checkpoint as module
+from fewstep import checkpoint as package
 from fewstep import files
 from fewstep.checkpoint import (
     best_checkpoint,
@@ -32,7 +33,8 @@ from fewstep.checkpoint import (
 )
 from fewstep.errors import UserError
 
-TRACED = (module.__file__, files.__file__, shutil.__file__)
+PACKAGE = Path(package.__file__).parent
+TRACED = {*map(str, PACKAGE.glob("*.py")), files.__file__, shutil.__file__, filesystem.__file__}
 DOCUMENTS = {"recipe.yaml": "seed: 1\n", "fingerprint.json": "{}"}
 
 
@@ -119,9 +121,9 @@ def test_a_path_that_does_not_exist_is_an_error(tmp_path) -> None:
 # Damage.
 
 FILES = [
-    "networks/student.safetensors",
-    "networks/teacher_score.safetensors",
-    "optimizers/student.safetensors",
+    "tensors/shard-00001-model-00001-of-00003.safetensors",
+    "tensors/shard-00001-model-00002-of-00003.safetensors",
+    "tensors/shard-00001-model-00003-of-00003.safetensors",
     "state.json",
     "fingerprint.json",
     "recipe.yaml",
@@ -150,7 +152,7 @@ def test_a_damaged_file_is_named_and_nothing_older_is_taken_instead(tmp_path, fi
     assert f"Remove {path} to go on" in str(error.value)
 
 
-@pytest.mark.parametrize("file", ["networks/extra.safetensors", "notes.txt", "optimizers/x"])
+@pytest.mark.parametrize("file", ["tensors/shard-00002.safetensors", "notes.txt", "tensors/x"])
 def test_an_extra_file_is_named(tmp_path, file) -> None:
     path = save(tmp_path, 1)
     (path / file).write_bytes(b"")
@@ -396,7 +398,7 @@ def test_every_moment_of_saving_and_pruning_leaves_a_checkpoint_that_loads(tmp_p
     whole = {"cycle_000001", "cycle_000002", "best.json"}
     assert sum(bool(found - whole) for found in names) > 8
     # Pruning is among the moments: the manifest goes first.
-    half = [s for s in states if (s / "checkpoints/cycle_000001/networks").exists()]
+    half = [s for s in states if (s / "checkpoints/cycle_000001/tensors").exists()]
     assert (len(half) < len(states)) == (keep == 1)
     for state in states:
         assert_next_save_cleans_up(state)
@@ -488,11 +490,18 @@ def test_a_path_below_a_file_is_a_clear_error(tmp_path) -> None:
         save(tmp_path / "file", 1)
 
 
-def test_other_errors_are_not_hidden_and_leave_nothing_behind(tmp_path) -> None:
-    broken = {**state(1), "counters": {"x": object()}}
-    with pytest.raises(TypeError):
-        save_checkpoint(tmp_path, 1, broken, DOCUMENTS)
-    assert listing(tmp_path) == []
+@pytest.mark.parametrize(
+    ("part", "error"),
+    [
+        ({"counters": {"x": object()}}, TypeError),
+        ({"networks": {"student": {"weight": torch.zeros(2, dtype=torch.complex128)}}}, KeyError),
+    ],
+)
+def test_other_errors_are_not_hidden_and_leave_nothing_behind(tmp_path, part, error) -> None:
+    save(tmp_path, 1)
+    with pytest.raises(error):
+        save_checkpoint(tmp_path, 2, {**state(1), **part}, DOCUMENTS)
+    assert listing(tmp_path) == ["cycle_000001"]
 
 
 def test_the_manifest_lists_every_file(tmp_path) -> None:

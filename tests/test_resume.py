@@ -191,12 +191,12 @@ def test_resuming_from_nothing_is_an_error(make_recipe, tmp_path, what) -> None:
 @pytest.mark.parametrize(
     ("file", "damage"),
     [
-        ("networks/student.safetensors", "missing"),
-        ("optimizers/fake_score.safetensors", "flipped"),
+        ("tensors/shard-00001-model-00001-of-00006.safetensors", "missing"),
+        ("tensors/shard-00001-model-00006-of-00006.safetensors", "flipped"),
         ("fingerprint.json", "flipped"),
         ("fingerprint.json", "missing"),
-        ("networks/student_ema.safetensors", "truncated"),
-        ("networks/other.safetensors", "extra"),
+        ("tensors/shard-00001-model-00004-of-00006.safetensors", "truncated"),
+        ("tensors/shard-00002-model-00001-of-00006.safetensors", "extra"),
     ],
 )
 def test_damage_stops_a_resume(make_recipe, file, damage) -> None:

@@ -8,14 +8,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, final
 
-from fewstep.checkpoint import (
-    checkpoint_path,
-    is_complete,
-    prune_checkpoints,
-    read_best,
-    save_checkpoint,
-    write_best,
-)
+from fewstep.checkpoint import Saver, checkpoint_path, is_complete, read_best
 from fewstep.config import Recipe, dump_recipe, fingerprint
 from fewstep.data.batches import DataBatches
 from fewstep.evaluation import Evaluator
@@ -45,7 +38,7 @@ def build_hooks(
     if reference is not None:
         metrics.write("reference", 0, run.cycle, reference)
         hooks.append(DriftMonitor(metrics, reference))
-    if recipe.validation is not None and evaluator is not None:
+    if recipe.validation is not None:
         hooks.append(
             ValidationHook(
                 recipe.validation,
@@ -54,8 +47,9 @@ def build_hooks(
                 evaluator,
                 metrics,
                 last,
-                known_best(run.directory),
+                run.worker.ranks.tell(known_best(run.directory)),
                 saver.save_best,
+                run.worker.ranks,
             )
         )
     if on_cycle is not None:
@@ -98,34 +92,49 @@ class CallbackHook:
 
 @final
 class CheckpointHook:
-    """Saves on schedule and when the student is the best so far, then prunes."""
+    """Saves on schedule and when the student is the best so far; every rank has one.
+
+    As a context, it sees to it that what is being written in the background is published.
+    """
 
     def __init__(self, run: Run) -> None:
         """`run`: whose state is saved."""
         self._run = run
+        self._saver = Saver(run.directory, run.recipe.checkpoint, run.worker.ranks)
         self._saved: int | None = None
-        self._fingerprint = json.dumps(run_fingerprint(run.recipe, run.worker), indent=1)
+        self._documents = {
+            RECIPE: dump_recipe(run.recipe),
+            FINGERPRINT: json.dumps(run_fingerprint(run.recipe, run.worker), indent=1),
+        }
+
+    def __enter__(self) -> CheckpointHook:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
+        try:
+            # Ranks that fail do not all fail here: they must not wait for one another.
+            if kind is None or self._run.worker.ranks.size == 1:
+                self.finish()
+        finally:
+            self._saver.close()
 
     def after_cycle(self, cycle: int, results: Sequence[PhaseResult]) -> None:
         """See `Hook`."""
+        self._saver.poll()
         if cycle % self._run.recipe.checkpoint.every == 0:
             self.save(cycle)
 
     def save_best(self, cycle: int, best: dict[str, Any]) -> None:
         """Save the cycle and name it the best."""
-        self.save(cycle, prune=False)
-        write_best(self._run.directory, best)
-        prune_checkpoints(self._run.directory, self._run.recipe.checkpoint.keep)
+        self.save(cycle)
+        self._saver.name_best(best)
 
-    def save(self, cycle: int, prune: bool = True) -> None:
+    def save(self, cycle: int) -> None:
         """Save the state after `cycle`, once."""
         if self._saved != cycle:
-            recipe = self._run.recipe
-            documents = {
-                RECIPE: dump_recipe(recipe),
-                FINGERPRINT: self._fingerprint,
-            }
-            save_checkpoint(self._run.directory, cycle, self._run.worker.state_dict(), documents)
+            self._saver.save(cycle, self._run.worker.state_dict(), self._documents)
             self._saved = cycle
-        if prune:
-            prune_checkpoints(self._run.directory, self._run.recipe.checkpoint.keep)
+
+    def finish(self) -> None:
+        """Wait for what is being written in the background, and publish it."""
+        self._saver.finish()

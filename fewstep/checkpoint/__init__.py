@@ -1,0 +1,58 @@
+"""All run state, once, atomically.
+
+A checkpoint is a directory `checkpoints/cycle_000100` that appears whole or not at all: it is
+written under a temporary name, flushed to disk, and renamed. Its manifest, written last, lists
+every file with size and SHA-256; a directory without a complete manifest does not exist for
+resume. Tensors are safetensors, each rank's shards in files of its own, the rest is JSON: nothing
+is unpickled.
+"""
+
+from fewstep.checkpoint.directory import (
+    MANIFEST,
+    Best,
+    best_checkpoint,
+    checkpoint_cycle,
+    checkpoint_path,
+    checkpoints_directory,
+    complete_checkpoints,
+    is_checkpoint_name,
+    is_complete,
+    latest_checkpoint,
+    prune_checkpoints,
+    read_best,
+    remove_checkpoint,
+    remove_leftovers,
+    write_best,
+)
+from fewstep.checkpoint.load import load_checkpoint
+from fewstep.checkpoint.manifest import read_manifest, read_state, verify_checkpoint
+from fewstep.checkpoint.save import save_checkpoint
+from fewstep.checkpoint.saver import CheckpointSettings, Saver
+from fewstep.checkpoint.tensors import TENSORS, saved_tensors
+
+__all__ = [
+    "MANIFEST",
+    "TENSORS",
+    "Best",
+    "CheckpointSettings",
+    "Saver",
+    "best_checkpoint",
+    "checkpoint_cycle",
+    "checkpoint_path",
+    "checkpoints_directory",
+    "complete_checkpoints",
+    "is_checkpoint_name",
+    "is_complete",
+    "latest_checkpoint",
+    "load_checkpoint",
+    "prune_checkpoints",
+    "read_best",
+    "read_manifest",
+    "read_state",
+    "remove_checkpoint",
+    "remove_leftovers",
+    "save_checkpoint",
+    "saved_tensors",
+    "verify_checkpoint",
+    "write_best",
+]

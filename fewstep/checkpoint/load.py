@@ -1,0 +1,79 @@
+"""Reading a checkpoint, whole or into the shards of a run, every byte checked first."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from fewstep.checkpoint.manifest import read_state, verify_checkpoint
+from fewstep.checkpoint.peers import Peers
+from fewstep.checkpoint.tensors import (
+    SECTIONS,
+    TENSORS,
+    ByName,
+    SavedTensor,
+    flatten,
+    nest,
+    read_tensors,
+    saved_tensors,
+)
+from fewstep.errors import UserError
+from fewstep.parallel.ranks import SINGLE, Ranks
+from fewstep.training.state import check_names
+
+Into = Callable[[Mapping[str, list[str]]], Mapping[str, ByName]]
+
+
+def load_checkpoint(
+    checkpoint: Path, into: Into | None = None, ranks: Ranks = SINGLE
+) -> dict[str, Any]:
+    """The state that `save_checkpoint` was given; every rank calls this.
+
+    Args:
+        checkpoint: where it is.
+        into: from each optimizer's tensor names to the "networks" and "optimizers" that are read
+            in place, of any sharding; by default new tensors in main memory, all of them whole.
+        ranks: of the run.
+
+    Raises:
+        UserError: on every rank, naming the file that is missing, extra or damaged, or the tensor
+            that does not fit.
+    """
+    peers = Peers(ranks)
+    verify_checkpoint(checkpoint, peers)
+    state = read_state(checkpoint)
+    names = state.pop("tensors")
+    saved = saved_tensors(checkpoint / TENSORS)
+    by_name = nest(saved, names)
+    if into is None:
+        flat = {path: torch.empty(s.shape, dtype=s.dtype) for path, s in saved.items()}
+        target: Mapping[str, ByName] = nest(flat, names)
+    else:
+        target = into({name: list(keys) for name, keys in by_name["optimizers"].items()})
+    peers.each(lambda: check_fit(by_name, target))
+    try:
+        peers.each(lambda: read_tensors(checkpoint / TENSORS, flatten(target), peers))
+    except OSError as error:
+        raise UserError(f"{checkpoint} cannot be read: {error}") from error
+    return {**state, **{section: target[section] for section in SECTIONS}}
+
+
+def check_fit(
+    saved: Mapping[str, Mapping[str, Mapping[str, SavedTensor]]], target: Mapping[str, ByName]
+) -> None:
+    """Raise UserError unless names and shapes of what was saved are those of the run."""
+    for section in SECTIONS:
+        check_names(section, saved[section], target[section])
+        for name, tensors in target[section].items():
+            owner = f"{section.removesuffix('s')} {name}"
+            check_names(f"tensors of {owner}", saved[section][name], tensors)
+            for key, tensor in tensors.items():
+                shape = saved[section][name][key].shape
+                if shape != tensor.shape:
+                    raise UserError(
+                        f"the saved tensor {key} of {owner} has shape {tuple(shape)}, the run "
+                        f"needs {tuple(tensor.shape)}"
+                    )

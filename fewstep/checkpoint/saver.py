@@ -1,0 +1,164 @@
+"""Saving while a run goes on: at once, or in the background while training continues."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from concurrent.futures import Future, ThreadPoolExecutor, wait
+from dataclasses import dataclass
+from datetime import timedelta
+from pathlib import Path
+from typing import Annotated, Any, final
+
+import torch
+import torch.distributed as dist
+from pydantic import Field
+
+from fewstep.checkpoint.directory import prune_checkpoints, write_best
+from fewstep.checkpoint.peers import Peers
+from fewstep.checkpoint.save import Draft, Files, begin, publish, write
+from fewstep.errors import TrainingError
+from fewstep.parallel.ranks import SINGLE, Ranks
+from fewstep.settings import Settings
+
+# Between the fastest and the slowest rank's writing. A rank that dies is noticed at once.
+BACKGROUND_TIMEOUT = timedelta(hours=2)
+
+
+@final
+class CheckpointSettings(Settings):
+    """When run state is saved, and how much of it is kept."""
+
+    every: Annotated[int, Field(gt=0)] = Field(
+        100, description="cycles between checkpoints; the last cycle is always saved"
+    )
+    keep: Annotated[int, Field(ge=1)] = Field(
+        2, description="newest checkpoints that are kept, besides the best one"
+    )
+    asynchronous: bool = Field(
+        False,
+        description="write in the background while training goes on; needs main memory for a "
+        "copy of what is saved",
+    )
+
+
+@final
+@dataclass
+class _Flight:
+    """A checkpoint that is being written in the background."""
+
+    cycle: int
+    draft: Draft
+    files: Future[Files]
+    best: Mapping[str, Any] | None = None
+
+
+@final
+class Saver:
+    """Saves the state of a run, names the best, and prunes; every rank has one.
+
+    In the background, a checkpoint is written from a copy of the state. It is published at the
+    first `poll` after all ranks have written their parts, by all ranks at the same one.
+    """
+
+    def __init__(
+        self, run_directory: Path, settings: CheckpointSettings, ranks: Ranks = SINGLE
+    ) -> None:
+        """Prepare to save.
+
+        Args:
+            run_directory: the same for all ranks.
+            settings: whether in the background, and how many are kept.
+            ranks: of the run.
+        """
+        self._directory = run_directory
+        self._settings = settings
+        self._peers = Peers(ranks)
+        self._flight: _Flight | None = None
+        self._behind: tuple[Peers, ThreadPoolExecutor] | None = None
+
+    def save(self, cycle: int, state: Mapping[str, Any], documents: Mapping[str, str]) -> None:
+        """Save the state after `cycle`, as `save_checkpoint` does; may return before it is done.
+
+        Raises:
+            UserError: where this one, or the one before it, cannot be written.
+        """
+        self.finish()
+        copies = self._settings.asynchronous
+        draft = begin(self._directory, cycle, state, documents, self._peers, copies)
+        if not copies:
+            publish(draft, write(draft, self._peers), self._peers)
+            self._prune()
+            return
+        peers, thread = self._background()
+        self._flight = _Flight(cycle, draft, thread.submit(_write_behind, draft, peers))
+
+    def name_best(self, best: Mapping[str, Any]) -> None:
+        """Write best.json, once the checkpoint that it names is published."""
+        if self._flight is not None and self._flight.cycle == best["cycle"]:
+            self._flight.best = best
+            return
+        self._peers.first(lambda: write_best(self._directory, best))
+        self._prune()
+
+    def poll(self) -> None:
+        """Publish what all ranks have finished writing; called by all after each cycle.
+
+        Raises:
+            UserError: where it could not be written; nothing older is lost.
+        """
+        if self._flight is not None and all(self._peers.gather(self._flight.files.done())):
+            self.finish()
+
+    def finish(self) -> None:
+        """Wait for what is being written, and publish it.
+
+        Raises:
+            UserError: where it could not be written; nothing older is lost.
+        """
+        flight, self._flight = self._flight, None
+        if flight is None:
+            return
+        publish(flight.draft, self._written(flight), self._peers)
+        if flight.best is not None:
+            best = flight.best
+            self._peers.first(lambda: write_best(self._directory, best))
+        self._prune()
+
+    def close(self) -> None:
+        """Let the background end. Without `finish` before, what it writes is not published."""
+        self._flight = None
+        if self._behind is not None:
+            self._behind[1].shutdown()
+
+    def _written(self, flight: _Flight) -> Files:
+        """All files, once all ranks are done; what failed on any is an error on all."""
+        wait([flight.files])
+        error = flight.files.exception()
+        reasons = self._peers.gather(None if error is None else str(error))
+        if error is not None:
+            raise error
+        for reason in reasons:
+            if reason is not None:
+                raise TrainingError(reason)
+        return flight.files.result()
+
+    def _prune(self) -> None:
+        self._peers.first(lambda: prune_checkpoints(self._directory, self._settings.keep))
+
+    def _background(self) -> tuple[Peers, ThreadPoolExecutor]:
+        if self._behind is None:
+            ranks, group = self._peers.ranks, None
+            if ranks.size > 1:
+                group = dist.new_group(backend="gloo", timeout=BACKGROUND_TIMEOUT)
+            self._behind = Peers(ranks, group), ThreadPoolExecutor(1, "checkpoint")
+        return self._behind
+
+
+def _write_behind(draft: Draft, peers: Peers) -> Files:
+    if peers.ranks.device.type == "cuda":
+        # A new thread begins on the first device, whatever this rank's is.
+        torch.cuda.set_device(peers.ranks.device)
+    try:
+        return write(draft, peers)
+    finally:
+        draft.tensors = {}  # the copies
