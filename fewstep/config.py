@@ -17,6 +17,7 @@ from pydantic import Field, ValidationError, field_validator, model_validator
 from fewstep.data.dataset import DataSettings
 from fewstep.errors import UserError
 from fewstep.methods import METHODS, MethodSettings
+from fewstep.methods.dmd2 import DMD2Settings
 from fewstep.models import FAMILIES, ModelSettings
 from fewstep.parallel.settings import LaunchSettings, ParallelSettings
 from fewstep.roles.ema import EMASettings
@@ -35,6 +36,7 @@ MAY_CHANGE = (
     "train.cycles",
     "train.micro_batch_size",
     "train.max_skipped_in_a_row",
+    "method.score_batching",
     "checkpoint",
     "logging",
     "validation",
@@ -135,6 +137,16 @@ class Recipe(Settings):
             raise ValueError("lora: storage 'shared_base' needs it, for example lora={rank: 16}")
         if self.storage != "shared_base" and self.lora is not None:
             raise ValueError(f"lora: only for storage 'shared_base'; storage is {self.storage!r}")
+        if (
+            isinstance(self.method, DMD2Settings)
+            and self.method.score_batching == "fused"
+            and self.storage != "shared_base"
+        ):
+            raise ValueError(
+                f"method.score_batching: 'fused' needs storage 'shared_base': one network call for "
+                f"several roles needs one network that holds them; storage is {self.storage!r}, "
+                f"so use 'separate'"
+            )
         if method.fake_updates_per_student == 0 and self.cycle != CycleSettings():
             raise ValueError(f"cycle: method {method.name!r} has no fake_score phases to arrange")
         if method.needs_data and self.data.name == "none":

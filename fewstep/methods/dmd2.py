@@ -19,6 +19,7 @@ from torch import Tensor
 
 from fewstep.data.batches import Batch
 from fewstep.diffusion.draw import Draw
+from fewstep.diffusion.guidance import guide
 from fewstep.diffusion.losses import (
     DenoisingWeighting,
     denoising_loss,
@@ -31,11 +32,12 @@ from fewstep.diffusion.timesteps import few_step_grid
 from fewstep.errors import UserError
 from fewstep.methods.method import Method, PhaseLoss, SamplerSpec
 from fewstep.methods.options import Guidance, SigmaSampling, check_grid_start, check_guidance
-from fewstep.models.model import Model
+from fewstep.models.model import Condition, Model
 from fewstep.roles.role import FAKE_SCORE, STUDENT, TEACHER_SCORE, Roles
 from fewstep.settings import Settings
 
 LEAST_SCORE_NOISE = 1e-4
+ScoreBatching = Literal["separate", "fused"]
 
 
 @final
@@ -58,6 +60,11 @@ class DMD2Settings(Settings):
     score_sigmas: SigmaSampling = Field(
         SigmaSampling(minimum=0.02, maximum=0.98),
         description="noise levels at which the student's samples are scored",
+    )
+    score_batching: ScoreBatching = Field(
+        "separate",
+        description="network calls of the scores: one for each, or one for all on a batch of two "
+        "or three times the samples (fused; for storage shared_base)",
     )
     fake_sigmas: SigmaSampling = Field(
         SigmaSampling(), description="noise levels at which the fake score is trained"
@@ -221,11 +228,37 @@ class DMD2(Method):
         eps = draw.normal("eps", batch.sample_ids, x0.shape[1:], x0.dtype)
         sigma = self.settings.score_sigmas.sample(draw, batch.sample_ids, x0.dtype)
         x = roles.model.path.add_noise(x0, eps, sigma)
-        with roles.use(FAKE_SCORE) as fake_score:
-            x0_fake = fake_score(x, sigma, batch.condition).x0
-        with roles.use(TEACHER_SCORE) as teacher:
-            x0_real = teacher.guided(x, sigma, batch.condition, self.settings.guidance).x0
+        fused = self.settings.score_batching == "fused"
+        predict = self.predict_fused if fused else self.predict_separately
+        x0_fake, x0_real = predict(roles, x, sigma, batch.condition)
         return Target(*replace_nonfinite(dmd_direction(x0, x0_fake, x0_real)))
+
+    def predict_separately(
+        self, roles: Roles, x: Tensor, sigma: Tensor, condition: Condition
+    ) -> tuple[Tensor, Tensor]:
+        """Clean samples [B, ...] by the fake score and by the guided teacher, at one input."""
+        with roles.use(FAKE_SCORE) as fake_score:
+            x0_fake = fake_score(x, sigma, condition).x0
+        with roles.use(TEACHER_SCORE) as teacher:
+            x0_real = teacher.guided(x, sigma, condition, self.settings.guidance).x0
+        return x0_fake, x0_real
+
+    def predict_fused(
+        self, roles: Roles, x: Tensor, sigma: Tensor, condition: Condition
+    ) -> tuple[Tensor, Tensor]:
+        """The same from one network call: a sharded base is gathered once, not three times."""
+        names, conditions = [FAKE_SCORE, TEACHER_SCORE], [condition, condition]
+        if self.settings.guidance != 1:
+            names.append(TEACHER_SCORE)
+            conditions.append(roles.model.unconditional(condition))
+        parts = len(names)
+        joined = {key: torch.cat([c[key] for c in conditions]) for key in condition}
+        with roles.use_each(names, len(x)) as scores:
+            x0 = scores(torch.cat([x] * parts), torch.cat([sigma] * parts), joined).x0
+        x0_fake, x0_real, *unconditional = x0.chunk(parts)
+        if unconditional:
+            x0_real = guide(x0_real, unconditional[0], self.settings.guidance)
+        return x0_fake, x0_real
 
     def student_loss(
         self, roles: Roles, simulation: Simulation, draw: Draw, target: Target | None = None

@@ -85,8 +85,25 @@ class Role:
 
 
 @final
+@dataclass(frozen=True)
+class Each:
+    """Several roles in force at once, each for its own part of a batch.
+
+    Attributes:
+        names: the roles, in the order of the parts.
+        samples: rows of one part.
+    """
+
+    names: tuple[str, ...]
+    samples: int
+
+    def __repr__(self) -> str:
+        return f"each of {', '.join(self.names)}"
+
+
+@final
 class Roles(Mapping[str, Role]):
-    """All roles of a run over one storage; `use` puts one in force."""
+    """All roles of a run over one storage; `use` puts one in force, `use_each` several."""
 
     def __init__(
         self,
@@ -123,7 +140,7 @@ class Roles(Mapping[str, Role]):
         self.device = device
         self.dtype = dtype
         self._align = align
-        self._active: str | None = None
+        self._active: str | Each | None = None
         self._roles = {n: self._build_role(n, optimizers.get(n)) for n in names}
         self._check_disjoint()
 
@@ -169,43 +186,68 @@ class Roles(Mapping[str, Role]):
         Gradients are disabled for a frozen role, whatever the caller asks. The network runs in
         eval mode: no dropout from a global generator.
         """
-        role = self._roles[name]
-        network = self.storage.module(name)
+        with self._in_force(name, self.storage.module(name), self._roles[name].trainable) as one:
+            yield one
+
+    @contextmanager
+    def use_each(self, names: Sequence[str], samples: int) -> Iterator[Denoiser]:
+        """Put several roles in force for the block, each for its own part of one batch.
+
+        The denoiser's batches hold `samples` rows for every name, in the order of the names. It
+        never records gradients. A sharded base is gathered once for all of them. Nests, as `use`
+        does, and in it.
+
+        Raises:
+            ValueError: where the roles have networks of their own.
+        """
+        each = Each(tuple(names), samples)
+        with self._in_force(each, self.storage.module(names[0]), gradients=False) as denoiser:
+            yield denoiser
+
+    @contextmanager
+    def _in_force(
+        self, active: str | Each, network: nn.Module, gradients: bool
+    ) -> Iterator[Denoiser]:
         previous = self._active
         # A network is in eval mode unless its owner has put it into train mode.
         modes = [(m, m.training) for m in network.modules()] if network.training else []
         if modes:
             network.eval()
-        self._activate(name)
         try:
-            with torch.set_grad_enabled(role.trainable and torch.is_grad_enabled()):
+            self._activate(active)
+            with torch.set_grad_enabled(gradients and torch.is_grad_enabled()):
                 yield Denoiser(
                     self.model,
                     network,
-                    lambda: self._check_active(name),
-                    lambda: self._check_backward(name),
+                    lambda: self._check_active(active),
+                    lambda: self._check_backward(active),
                 )
         finally:
             self._activate(previous)
             for module, training in modes:
                 module.training = training
 
-    def _activate(self, name: str | None) -> None:
-        self._active = name
-        self.storage.activate(name)
+    def _activate(self, active: str | Each | None) -> None:
+        self._active = active
+        if isinstance(active, Each):
+            self.storage.activate_each(active.names, active.samples)
+        else:
+            self.storage.activate(active)
 
-    def _check_active(self, name: str) -> None:
-        if self._active != name:
+    def _check_active(self, called: str | Each) -> None:
+        if self._active != called:
             raise TrainingError(
-                f"the network was called as {name!r} while {self._active or 'no role'} was in "
-                f"use: call it inside `with roles.use({name!r})`"
+                f"the network was called as {called!r} while {self._active or 'no role'} was in "
+                f"use: call it inside its own `with roles.use...` block, and not in one within"
             )
+        if isinstance(called, Each) and torch.is_grad_enabled():
+            raise TrainingError(f"the network was called as {called!r} with gradients enabled")
 
-    def _check_backward(self, name: str) -> None:
-        if self._active not in (None, name):
+    def _check_backward(self, called: str | Each) -> None:
+        if self._active not in (None, called):
             raise TrainingError(
-                f"the backward pass of {name} was run while {self._active} was in use: run it "
-                f"inside `with roles.use({name!r})`"
+                f"the backward pass of {called} was run while {self._active} was in use: run it "
+                f"inside `with roles.use({called!r})`"
             )
 
     def check_gradients(self, active: str, zeros_for_none: bool = False) -> None:

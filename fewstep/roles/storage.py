@@ -7,13 +7,16 @@ import warnings
 from abc import ABC, abstractmethod
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from typing import Annotated, Literal, cast, final
+from functools import partial
+from typing import Annotated, Literal, NoReturn, cast, final
 
 import torch
 from peft import LoraConfig, inject_adapter_in_model
+from peft.tuners.lora.layer import Embedding, LoraLayer
 from peft.tuners.tuners_utils import BaseTunerLayer
 from pydantic import Field
 from torch import Tensor, nn
+from torch.utils.hooks import RemovableHandle
 
 from fewstep.errors import UserError
 from fewstep.models.model import Model
@@ -89,6 +92,13 @@ class Storage(ABC):
     def activate(self, role: str | None) -> None:
         """Put a role's weights in force; None: the bare base."""
 
+    @abstractmethod
+    def activate_each(self, roles: Sequence[str], samples: int) -> None:
+        """Put several roles in force, each for its own `samples` rows of a batch, in this order.
+
+        For passes without gradients. Lasts until `activate` or another `activate_each`.
+        """
+
 
 @final
 class Independent(Storage):
@@ -123,6 +133,10 @@ class Independent(Storage):
     def activate(self, role: str | None) -> None:
         """Nothing to switch."""
 
+    def activate_each(self, roles: Sequence[str], samples: int) -> NoReturn:
+        """Impossible: no module holds several roles' weights."""
+        raise ValueError("roles with networks of their own cannot share a network call")
+
 
 @final
 class SharedBase(Storage):
@@ -146,7 +160,8 @@ class SharedBase(Storage):
             for name in self.adapters:
                 inject_adapter_in_model(lora, base, adapter_name=name)
         super().__init__({"base": base})
-        self._layers = [m for m in base.modules() if isinstance(m, BaseTunerLayer)]
+        self._layers = {n: m for n, m in base.named_modules() if isinstance(m, LoraLayer)}
+        self._hooks: list[RemovableHandle] = []
         self._keys: dict[str, list[str]] = {name: [] for name in (*self.adapters, self.base_role)}
         for key, parameter in base.named_parameters():
             owner = self.base_role if id(parameter) in frozen else adapter_of(key)
@@ -190,12 +205,77 @@ class SharedBase(Storage):
 
     def activate(self, role: str | None) -> None:
         """Switch every adapted layer; no parameter is touched."""
+        for hook in self._hooks:
+            hook.remove()
+        self._hooks = []
         adapter = self.adapter(role) if role is not None else None
         active = [adapter] if adapter is not None else []
-        for layer in self._layers:
+        for layer in self._layers.values():
             # Straight into the instance: nn.Module's attribute setter costs ten times as much.
             layer.__dict__["_active_adapter"] = active
             layer.__dict__["_disable_adapters"] = adapter is None
+
+    def activate_each(self, roles: Sequence[str], samples: int) -> None:
+        """The bare base, and hooks that add to every part of the batch what its adapter says.
+
+        PEFT's own batches of several adapters pick rows by lists of indices, which are copied to
+        the device in every layer; parts that lie one after another are mere slices.
+        """
+        self.activate(None)
+        parts = [
+            (slice(index * samples, (index + 1) * samples), adapter)
+            for index, adapter in enumerate(map(self.adapter, roles))
+            if adapter is not None
+        ]
+        rows = len(roles) * samples
+        for name, layer in self._layers.items():
+            hook = partial(add_adapters, name, rows, parts)
+            # First of all: after the hook of a layer that is sharded alone, its weights are gone.
+            self._hooks.append(cast(nn.Module, layer).register_forward_hook(hook, prepend=True))
+
+
+def add_adapters(
+    name: str,
+    rows: int,
+    parts: Sequence[tuple[slice, str]],
+    layer: nn.Module,
+    args: tuple[Tensor, ...],
+    output: Tensor,
+) -> None:
+    """Forward hook of a layer whose adapters are off: add each part's own, in place.
+
+    Args:
+        name: of the layer, for messages.
+        rows: of the whole batch.
+        parts: rows and their adapter.
+        layer: the adapted layer.
+        args: its input [rows, ...].
+        output: that of its base [rows, ...].
+
+    Raises:
+        UserError: where the input has another number of rows: what they belong to is unknown.
+    """
+    x = args[0]
+    if len(x) != rows:
+        raise UserError(
+            f"method.score_batching: 'fused' needs every adapted layer to see one row for each of "
+            f"the {rows} samples, but {name!r} is given {list(x.shape)}; leave it out of "
+            f"lora.targets, or use 'separate'"
+        )
+    for part, adapter in parts:
+        output[part].add_(adapter_term(cast(LoraLayer, layer), adapter, x[part]))
+
+
+def adapter_term(layer: LoraLayer, adapter: str, x: Tensor) -> Tensor:
+    """What an adapter adds to the output of its layer: scale * B A x."""
+    scale = layer.scaling[adapter]
+    if isinstance(layer, Embedding):
+        rows = nn.functional.embedding(x, layer.lora_embedding_A[adapter].T)
+        term: Tensor = rows @ layer.lora_embedding_B[adapter].T * scale
+    else:
+        down, up = layer.lora_A[adapter], layer.lora_B[adapter]
+        term = up(down(x.to(down.weight.dtype))) * scale
+    return term
 
 
 @contextmanager
