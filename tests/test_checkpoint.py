@@ -8,6 +8,8 @@ import shutil
 import signal
 import subprocess
 import sys
+import threading
+import time
 from collections.abc import Callable
 from pathlib import Path
 from types import FrameType
@@ -20,6 +22,8 @@ from torch.distributed.checkpoint import filesystem
 from fewstep import checkpoint as package
 from fewstep import files
 from fewstep.checkpoint import (
+    CheckpointSettings,
+    Saver,
     best_checkpoint,
     checkpoint_path,
     checkpoints_directory,
@@ -29,9 +33,12 @@ from fewstep.checkpoint import (
     prune_checkpoints,
     read_best,
     save_checkpoint,
+    saved_tensors,
     write_best,
 )
 from fewstep.errors import UserError
+from fewstep.launch.hooks import CheckpointHook
+from fewstep.launch.local import train
 
 PACKAGE = Path(package.__file__).parent
 TRACED = {*map(str, PACKAGE.glob("*.py")), files.__file__, shutil.__file__, filesystem.__file__}
@@ -108,6 +115,73 @@ def test_tensors_that_share_memory(tmp_path) -> None:
     path = save_checkpoint(tmp_path, 1, {"networks": {"n": tensors}, "optimizers": {}}, {})
     loaded = load_checkpoint(path)["networks"]["n"]
     assert all(torch.equal(loaded[key], value) for key, value in tensors.items())
+
+
+def test_what_holds_no_tensors_yet_is_there_all_the_same(tmp_path) -> None:
+    empty = {"networks": {"n": {}}, "optimizers": {"student": {}, "fake_score": {}}}
+    loaded = load_checkpoint(save_checkpoint(tmp_path, 1, empty, {}))
+    assert loaded == {**empty, "cycle": 1}
+
+
+def test_the_order_of_networks_and_roles_is_kept(tmp_path) -> None:
+    names = ["b", "c", "a"]
+    given = {s: {n: {"x": torch.ones(1)} for n in names} for s in ("networks", "optimizers")}
+    loaded = load_checkpoint(save_checkpoint(tmp_path, 1, given, {}))
+    assert [list(loaded[section]) for section in given] == [names, names]
+
+
+def test_files_are_cut_where_they_would_be_too_large(tmp_path, monkeypatch) -> None:
+    monkeypatch.setattr("fewstep.checkpoint.tensors.FILE_BYTES", 100)
+    path = save(tmp_path, 1, size=10)
+    # The student's vector of 80 bytes and its number fit together.
+    assert len(list((path / "tensors").iterdir())) == 3
+    parts = {str(k): torch.full((20,), float(k)) for k in range(5)}
+    path = save_checkpoint(tmp_path, 2, {"networks": {"n": parts}, "optimizers": {}}, {})
+    assert len(list((path / "tensors").iterdir())) == 5
+    loaded = load_checkpoint(path)["networks"]["n"]
+    assert all(torch.equal(loaded[k], v) for k, v in parts.items())
+
+
+def test_the_files_say_what_they_hold(tmp_path) -> None:
+    found = saved_tensors(save(tmp_path, 1) / "tensors")
+    assert {k: tuple(v.shape) for k, v in found.items()} == {
+        "networks/student/bias": (),
+        "networks/student/weight": (16,),
+        "networks/teacher_score/weight": (16,),
+        "optimizers/student/weight/step": (),
+    }
+    assert {v.dtype for v in found.values()} == {torch.int64}
+
+
+def test_every_file_is_flushed_after_its_last_byte(tmp_path, monkeypatch) -> None:
+    flushed: dict[str, int] = {}
+    original = os.fsync
+
+    def watch(descriptor: int) -> None:
+        name = os.readlink(f"/proc/self/fd/{descriptor}").replace("/.cycle_000001.tmp", "")
+        flushed[name] = os.fstat(descriptor).st_size
+        original(descriptor)
+
+    monkeypatch.setattr(os, "fsync", watch)
+    path = save(tmp_path, 1)
+    directory = str(path.parent)
+    for file in path.rglob("*"):
+        name = f"{directory}/{file.relative_to(path)}"
+        assert name in flushed, name
+        assert not file.is_file() or flushed[name] == file.stat().st_size
+    assert directory in flushed
+
+
+def test_an_older_form_is_refused_with_the_reason(tmp_path) -> None:
+    path = save(tmp_path, 1)
+    content = json.loads((path / "state.json").read_text())
+    del content["tensors"]
+    (path / "state.json").write_text(json.dumps(content))
+    listed = json.loads((path / "manifest.json").read_text())
+    listed["files"]["state.json"] = files.describe_file(path / "state.json")
+    (path / "manifest.json").write_text(json.dumps(listed))
+    with pytest.raises(UserError, match="written by another version of fewstep"):
+        load_checkpoint(path)
 
 
 def test_a_path_that_does_not_exist_is_an_error(tmp_path) -> None:
@@ -511,3 +585,125 @@ def test_the_manifest_lists_every_file(tmp_path) -> None:
     for name, entry in listed.items():
         assert entry["size"] == (path / name).stat().st_size
         assert len(entry["sha256"]) == 64
+
+
+# In the background.
+
+
+def saver_of(run: Path, keep: int = 2) -> Saver:
+    return Saver(run, CheckpointSettings(asynchronous=True, keep=keep))
+
+
+def test_a_save_in_the_background_holds_the_state_at_the_time(tmp_path, monkeypatch) -> None:
+    original, go_on = filesystem.FileSystem.create_stream, threading.Event()
+
+    def wait_and_open(*arguments: Any) -> Any:
+        assert go_on.wait(20)
+        return original(*arguments)
+
+    monkeypatch.setattr(filesystem.FileSystem, "create_stream", wait_and_open)
+    given, saver = state(1), saver_of(tmp_path)
+    saver.save(1, given, DOCUMENTS)
+    for section in ("networks", "optimizers"):
+        for values in given[section].values():
+            for tensor in values.values():
+                tensor.fill_(7)
+    given["counters"]["student"] = 7
+    saver.poll()
+    assert listing(tmp_path) == [".cycle_000001.tmp"]
+    go_on.set()
+    saver.finish()
+    saver.close()
+    assert_holds(load_checkpoint(latest_checkpoint(tmp_path)), 1)
+
+
+def test_a_save_in_the_background_that_fails_is_an_error_later_and_loses_nothing(
+    tmp_path, monkeypatch
+) -> None:
+    saver = saver_of(tmp_path, keep=1)
+    saver.save(1, state(1), DOCUMENTS)
+    saver.finish()
+    write_best(tmp_path, {"cycle": 1, "metric": "recall", "value": 0.5})
+
+    def full(*arguments: Any) -> None:
+        raise OSError(28, "No space left on device")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(filesystem.FileSystem, "create_stream", full)
+        saver.save(2, state(2), DOCUMENTS)
+        saver.name_best({"cycle": 2, "metric": "recall", "value": 0.7})
+        wait_for(lambda: not (tmp_path / "checkpoints/.cycle_000002.tmp").exists())
+        with pytest.raises(UserError, match=r"cycle_000002 could not be written: no space"):
+            poll_until_it_fails(saver)
+    saver.poll()
+    assert listing(tmp_path) == ["best.json", "cycle_000001"]
+    assert read_best(tmp_path) == {"cycle": 1, "metric": "recall", "value": 0.5}
+    saver.save(3, state(3), DOCUMENTS)
+    saver.finish()
+    saver.close()
+    assert listing(tmp_path) == ["best.json", "cycle_000001", "cycle_000003"]
+
+
+def poll_until_it_fails(saver: Saver) -> None:
+    wait_for(lambda: saver.poll() is not None)
+
+
+def wait_for(condition: Callable[[], bool]) -> None:
+    deadline = time.monotonic() + 20
+    while not condition():
+        assert time.monotonic() < deadline
+        time.sleep(0.01)
+
+
+def test_a_process_that_is_killed_while_it_saves_in_the_background(tmp_path) -> None:
+    save(tmp_path, 1)
+    child = os.fork()
+    if child == 0:
+        try:
+            filesystem.FileSystem.create_stream = lambda *_: os.kill(os.getpid(), signal.SIGKILL)
+            saver_of(tmp_path).save(2, state(2), DOCUMENTS)
+            time.sleep(20)
+        finally:
+            os._exit(1)
+    _, status = os.waitpid(child, 0)
+    assert os.WIFSIGNALED(status)
+    assert listing(tmp_path) == [".cycle_000002.tmp", "cycle_000001"]
+    assert_holds(load_checkpoint(latest_checkpoint(tmp_path)), 1)
+    save(tmp_path, 3)
+    assert listing(tmp_path) == ["cycle_000001", "cycle_000003"]
+
+
+def test_every_moment_of_publishing_what_was_saved_in_the_background(tmp_path) -> None:
+    run = tmp_path / "run"
+    start_of_run(run, keep=1)
+    saver = saver_of(run, keep=1)
+    saver.save(2, state(2), DOCUMENTS)
+    saver.name_best({"cycle": 2, "metric": "frechet_distance", "value": 1.0})
+    states = states_during(run, tmp_path / "copies", saver.finish)
+    saver.close()
+    newest = [assert_loads(found) for found in states]
+    assert newest == sorted(newest)
+    assert set(newest) == {1, 2}
+    assert listing(run) == ["best.json", "cycle_000002"]
+
+
+def test_the_end_of_a_run_publishes_what_is_being_written(make_recipe, tmp_path) -> None:
+    run = train(make_recipe("dmd2", {"checkpoint.asynchronous": True}))
+    expected = [f"cycle_{c:06d}" for c in (4, 9)]
+    with CheckpointHook(run) as hook:
+        hook.after_cycle(4, [])
+        hook.save_best(9, {"cycle": 9, "metric": "recall", "value": 0.5})
+    assert listing(run.directory) == ["best.json", *expected]
+    for error in (ZeroDivisionError, KeyboardInterrupt):
+        hook = CheckpointHook(run)
+
+        def fail(hook: CheckpointHook = hook, error: type[BaseException] = error) -> None:
+            with hook:
+                hook.save(11)
+                raise error
+
+        with pytest.raises(error):
+            fail()
+        # One process alone has nobody to wait for: what it saved before it failed is kept.
+        assert latest_checkpoint(run.directory).name == "cycle_000011"
+        shutil.rmtree(latest_checkpoint(run.directory))

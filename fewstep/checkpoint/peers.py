@@ -55,8 +55,12 @@ class Peers:
         dist.all_gather_object(found, value, group=self.group)
         return cast(list[T], found)
 
-    def each(self, step: Callable[[], T]) -> list[T]:
+    def each(self, step: Callable[[], T], undo: Callable[[], None] = lambda: None) -> list[T]:
         """Take a step on every rank; what each has found.
+
+        Args:
+            step: of this rank.
+            undo: what rank 0 does where any has failed, before any goes on.
 
         Raises:
             OSError: where any rank could not write or read, naming rank and reason.
@@ -64,7 +68,11 @@ class Peers:
             TrainingError: for any other failure of another rank; this rank's own is raised as is.
         """
         if self.ranks.size == 1:
-            return [step()]
+            try:
+                return [step()]
+            except Exception:
+                undo()
+                raise
         error: Exception | None = None
         found: tuple[T | None, _Failure | None]
         try:
@@ -75,13 +83,16 @@ class Peers:
         gathered = self.gather(found)
         failures = {r: f for r, (_, f) in enumerate(gathered) if f is not None}
         if failures:
+            if self.ranks.first:
+                undo()
+            self.gather(None)
             raise_first(failures, error)
         return [cast(T, value) for value, _ in gathered]
 
-    def first(self, step: Callable[[], T]) -> T:
-        """Let rank 0 take a step while the others wait; what it has found."""
+    def first(self, step: Callable[[], T], undo: Callable[[], None] = lambda: None) -> T:
+        """Let rank 0 take a step while the others wait; what it has found (see `each`)."""
         mine = cast(Callable[[], T], lambda: None)
-        return self.each(step if self.ranks.first else mine)[0]
+        return self.each(step if self.ranks.first else mine, undo)[0]
 
     def through_torch(self, step: Callable[[], object]) -> None:
         """Call something of torch.distributed.checkpoint, which agrees on failures by itself.

@@ -48,10 +48,9 @@ class Draft:
         """Where it is written."""
         return temporary_path(self.target)
 
-    def discard(self, peers: Peers) -> None:
+    def discard(self) -> None:
         """Remove what was written of it, once no rank writes any more."""
-        if peers.ranks.first:
-            shutil.rmtree(self.temporary, ignore_errors=True)
+        shutil.rmtree(self.temporary, ignore_errors=True)
 
 
 def save_checkpoint(
@@ -106,24 +105,24 @@ def begin(
             raise OSError(f"{directory}, made by rank 0, is not there: all ranks must share a disk")
         draft.tensors = writable(flatten(state), copies)
 
-    with saving(draft.target, lambda: draft.discard(peers)):
-        peers.first(make)
-        peers.each(take_hold)
+    with saving(draft.target):
+        peers.first(make, draft.discard)
+        peers.each(take_hold, draft.discard)
     return draft
 
 
 def write(draft: Draft, peers: Peers) -> Files:
     """Write and flush every rank's tensors; all files of all ranks."""
-    with saving(draft.target, lambda: draft.discard(peers)):
+    with saving(draft.target):
         directory = draft.temporary / TENSORS
-        parts = peers.each(lambda: write_tensors(directory, draft.tensors, peers))
+        parts = peers.each(lambda: write_tensors(directory, draft.tensors, peers), draft.discard)
     return {f"{TENSORS}/{name}": entry for part in parts for name, entry in part.items()}
 
 
 def publish(draft: Draft, files: Files, peers: Peers) -> Path:
     """Write what is left, the manifest last, and give the directory its name."""
-    with saving(draft.target, lambda: draft.discard(peers)):
-        peers.first(lambda: _publish(draft, files))
+    with saving(draft.target):
+        peers.first(lambda: _publish(draft, files), draft.discard)
     return draft.target
 
 

@@ -90,9 +90,10 @@ def file_numbers(tensors: Mapping[str, Tensor], ranks: int) -> dict[str, int]:
     number, size, previous = 0, 0, ""
     for path, tensor in tensors.items():
         owner = "/".join(path.split("/", 2)[:2])
-        size += tensor.numel() * tensor.element_size() // ranks
+        added = tensor.numel() * tensor.element_size() // ranks
+        size += added
         if owner != previous or size > FILE_BYTES:
-            number, size, previous = number + 1, 0, owner
+            number, size, previous = number + 1, added, owner
         numbers[path] = number
     return numbers
 
