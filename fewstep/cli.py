@@ -235,16 +235,25 @@ def export(
 
 @app.command()
 def inspect(
-    target: Annotated[Path, typer.Argument(help="A recipe or a run directory.")],
+    target: Annotated[Path, typer.Argument(help="A recipe, a run directory or a checkpoint.")],
     overrides: Annotated[
         list[str] | None, typer.Argument(metavar="KEY=VALUE", help="As for train.")
     ] = None,
 ) -> None:
-    """Show a recipe or a run: roles and memory, the cycle, what is saved, updates done."""
-    from fewstep.config import load_recipe
-    from fewstep.inspection import inspect_recipe, inspect_run
+    """Show a recipe or a run: roles and memory, the cycle, what is saved, updates done.
 
-    if target.is_dir():
+    A checkpoint (RUN/checkpoints/cycle_000100) is checked, every byte of it, and what it holds is
+    listed; damage is named.
+    """
+    from fewstep.checkpoint import is_checkpoint_name, is_complete
+    from fewstep.config import load_recipe
+    from fewstep.inspection import inspect_checkpoint, inspect_recipe, inspect_run
+
+    if is_checkpoint_name(target.name) or is_complete(target):
+        if overrides:
+            raise UserError("overrides change recipes; a checkpoint is inspected as it is")
+        console.print(inspect_checkpoint(target))
+    elif target.is_dir():
         if overrides:
             raise UserError("overrides change recipes; a run is inspected as it is")
         console.print(inspect_run(target))

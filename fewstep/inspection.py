@@ -1,20 +1,32 @@
-"""What `fewstep inspect` shows of a recipe or a run."""
+"""What `fewstep inspect` shows of a recipe, a run or a checkpoint."""
 
 from __future__ import annotations
 
-import json
+from collections import defaultdict
+from collections.abc import Mapping
 from pathlib import Path
+from typing import Any
 
 import torch
 from rich.console import Group, RenderableType
 from rich.panel import Panel
 from rich.syntax import Syntax
 from rich.table import Table
+from safetensors import safe_open
 
-from fewstep.checkpoint import complete_checkpoints, read_best, read_manifest
+from fewstep.checkpoint import (
+    TENSORS,
+    checkpoint_cycle,
+    complete_checkpoints,
+    read_best,
+    read_manifest,
+    read_state,
+    saved_tensors,
+    verify_checkpoint,
+)
 from fewstep.config import Recipe, dump_recipe
 from fewstep.roles.role import Roles
-from fewstep.run import build_roles, build_storage, open_run, resolve_recipe
+from fewstep.run import RECIPE, build_roles, build_storage, open_run, resolve_recipe
 from fewstep.training.cycle import plan_cycle
 
 MEBIBYTE = 2**20
@@ -46,8 +58,30 @@ def inspect_run(directory: Path) -> RenderableType:
     )
 
 
+def inspect_checkpoint(checkpoint: Path) -> RenderableType:
+    """A checkpoint: what it holds, every byte checked.
+
+    Raises:
+        UserError: naming what is damaged.
+    """
+    verify_checkpoint(checkpoint)
+    state = read_state(checkpoint)
+    recipe = checkpoint / RECIPE
+    return Group(
+        *([_yaml_panel(recipe.read_text())] if recipe.is_file() else []),
+        _tensors_table(checkpoint / TENSORS, state["tensors"]),
+        _saved_counters_table(state.get("counters", {})),
+        _files_table(checkpoint),
+        f"[bold]Cycle[/bold] {state['cycle']}: whole, every byte as the manifest says.",
+    )
+
+
 def _recipe_panel(recipe: Recipe) -> RenderableType:
-    return Panel(Syntax(dump_recipe(recipe), "yaml", background_color="default"), title="recipe")
+    return _yaml_panel(dump_recipe(recipe))
+
+
+def _yaml_panel(text: str) -> RenderableType:
+    return Panel(Syntax(text, "yaml", background_color="default"), title="recipe")
 
 
 def _roles_table(roles: Roles) -> Table:
@@ -112,8 +146,68 @@ def _checkpoints_table(directory: Path) -> Table:
     for path in complete_checkpoints(directory):
         files = read_manifest(path) or {}
         size = sum(entry["size"] for entry in files.values()) / MEBIBYTE
-        cycle = json.loads((path / "state.json").read_text())["cycle"]
+        cycle = checkpoint_cycle(path)
         mark = f"{best['metric']} {best['value']:.4g}" if best and best["cycle"] == cycle else ""
-        tensors = (f.removesuffix(".safetensors") for f in files if f.endswith(".safetensors"))
-        table.add_row(path.name, f"{size:.1f}", ", ".join(tensors), mark)
+        held = [f"{s}/{name}" for s, names in read_state(path)["tensors"].items() for name in names]
+        table.add_row(path.name, f"{size:.1f}", ", ".join(held), mark)
+    return table
+
+
+def _tensors_table(directory: Path, names: Mapping[str, list[str]]) -> Table:
+    table = Table(title="Tensors")
+    table.add_column("of")
+    for name in ("tensors", "numbers", "dtype", "MiB", "files"):
+        table.add_column(name, justify="right")
+    parts = defaultdict(list)
+    for path, tensor in saved_tensors(directory).items():
+        parts[_owner(path)].append(tensor)
+    files = _files_by_owner(directory)
+    for owner in (f"{section}/{name}" for section, found in names.items() for name in found):
+        tensors = parts[owner]
+        size = sum(t.shape.numel() * t.dtype.itemsize for t in tensors) / MEBIBYTE
+        dtypes = sorted({str(t.dtype).removeprefix("torch.") for t in tensors})
+        numbers = sum(t.shape.numel() for t in tensors)
+        cells = (str(len(tensors)), f"{numbers:,}", ", ".join(dtypes), f"{size:.2f}")
+        table.add_row(owner, *cells, str(files[owner]))
+    return table
+
+
+def _files_by_owner(directory: Path) -> dict[str, int]:
+    """In how many files each network and each optimizer lies."""
+    found: dict[str, int] = defaultdict(int)
+    for file in directory.iterdir():
+        with safe_open(file, "pt") as content:
+            for owner in set(map(_owner, content.keys())):
+                found[owner] += 1
+    return found
+
+
+def _owner(path: str) -> str:
+    """Of "networks/student/proj.weight" the part "networks/student"."""
+    return "/".join(path.split("/", 2)[:2])
+
+
+def _saved_counters_table(counters: Mapping[str, Any]) -> Table:
+    table = Table(title="Updates")
+    for name in ("role", "attempted", "successful", "skipped"):
+        table.add_column(name, justify="left" if name == "role" else "right")
+    for role, counts in counters.get("roles", {}).items():
+        if counts["attempted"]:
+            table.add_row(role, *(str(counts[k]) for k in ("attempted", "successful", "skipped")))
+    if counters.get("ema_updates"):
+        table.add_row("student_ema", "", str(counters["ema_updates"]), "")
+    return table
+
+
+def _files_table(checkpoint: Path) -> Table:
+    table = Table(title="Files")
+    for name in ("file", "bytes", "SHA-256"):
+        table.add_column(name, justify="right" if name == "bytes" else "left")
+    files = read_manifest(checkpoint) or {}
+    shards = [f for f in files if f.startswith(f"{TENSORS}/")]
+    total = sum(files[f]["size"] for f in shards)
+    table.add_row(f"{TENSORS}/ ({len(shards)} shards)", f"{total:,}", "")
+    for name, entry in files.items():
+        if name not in shards:
+            table.add_row(name, f"{entry['size']:,}", f"{entry['sha256'][:16]}...")
     return table

@@ -1,0 +1,113 @@
+"""What `fewstep inspect` says of checkpoints; of recipes and runs see tests/test_cli.py."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from fewstep import cli
+from fewstep.checkpoint import latest_checkpoint, read_manifest
+from fewstep.launch.local import train
+
+Inspect = Callable[[Path], tuple[int, str, str]]
+
+pytestmark = pytest.mark.usefixtures("no_sync")
+
+
+@pytest.fixture
+def checkpoint(make_recipe) -> Path:
+    """The last checkpoint of a run of four cycles, two fake updates each."""
+    return latest_checkpoint(train(make_recipe("dmd2", {"storage": "shared_base"})).directory)
+
+
+@pytest.fixture
+def inspect(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture) -> Inspect:
+    """Run `fewstep inspect`: exit code, standard output, standard error."""
+
+    def run(target: Path) -> tuple[int, str, str]:
+        monkeypatch.setattr(sys, "argv", ["fewstep", "inspect", str(target)])
+        monkeypatch.setattr(cli, "console", cli.Console(width=300))
+        monkeypatch.setattr(cli, "errors", cli.Console(width=300, stderr=True))
+        code: object = 0
+        try:
+            cli.main()
+        except SystemExit as exit_:
+            code = exit_.code or 0
+        out, err = capsys.readouterr()
+        assert isinstance(code, int)
+        return code, out, err
+
+    return run
+
+
+def row(out: str, start: str) -> list[str]:
+    """The cells of the first row of a table that begins so."""
+    line = next(
+        x for x in out.splitlines() if x.startswith("│") and x[1:].strip().startswith(start)
+    )
+    return [cell.strip() for cell in line.strip("│").split("│")]
+
+
+def test_a_checkpoint_is_checked_and_what_it_holds_is_listed(inspect, checkpoint) -> None:
+    code, out, _ = inspect(checkpoint)
+    assert code == 0
+    assert "Cycle 4: whole, every byte as the manifest says." in out
+    assert "storage: shared_base" in out
+    files = read_manifest(checkpoint)
+    assert files is not None
+    shards = [name for name in files if name.startswith("tensors/")]
+    size = sum(files[name]["size"] for name in shards)
+    assert row(out, f"tensors/ ({len(shards)} shards)")[1] == f"{size:,}"
+    assert row(out, "fingerprint.json")[2] == files["fingerprint.json"]["sha256"][:16] + "..."
+    assert row(out, "student ")[1:] == ["4", "4", "0"]
+    assert row(out, "fake_score ")[1:] == ["8", "8", "0"]
+    assert row(out, "student_ema ")[2] == "4"
+
+
+def test_the_tensors_of_each_network_are_counted(inspect, checkpoint) -> None:
+    _, out, _ = inspect(checkpoint)
+    from fewstep.checkpoint import load_checkpoint
+
+    state = load_checkpoint(checkpoint)
+    for section in ("networks", "optimizers"):
+        for name, tensors in state[section].items():
+            count = sum(t.numel() for t in tensors.values())
+            expected = [str(len(tensors)), f"{count:,}", "float32", f"{count * 4 / 2**20:.2f}", "1"]
+            assert row(out, f"{section}/{name}")[1:] == expected
+
+
+@pytest.mark.parametrize("damage", ["flipped", "missing", "no manifest"])
+def test_damage_is_named_with_exit_code_2(inspect, checkpoint, damage) -> None:
+    file = checkpoint / ("manifest.json" if damage == "no manifest" else "state.json")
+    content = file.read_bytes()
+    file.unlink()
+    if damage == "flipped":
+        file.write_bytes(content[:-1] + b" ")
+    code, out, err = inspect(checkpoint)
+    assert (code, out) == (2, "")
+    assert file.name in err
+
+
+def test_a_checkpoint_that_was_moved_is_known_by_its_manifest(
+    inspect, checkpoint, tmp_path
+) -> None:
+    moved = checkpoint.rename(tmp_path / "kept")
+    code, out, _ = inspect(moved)
+    assert code == 0
+    assert "networks/base" in out
+
+
+def test_a_path_that_is_not_there_is_named(inspect, tmp_path) -> None:
+    code, _, err = inspect(tmp_path / "cycle_000007")
+    assert code == 2
+    assert "cycle_000007 does not exist" in err
+
+
+def test_a_run_says_what_its_checkpoints_hold(inspect, checkpoint) -> None:
+    code, out, _ = inspect(checkpoint.parents[1])
+    assert code == 0
+    held = "networks/base, optimizers/student, optimizers/fake_score"
+    assert row(out, "cycle_000004")[2] == held
