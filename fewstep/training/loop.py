@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import signal
 import threading
 from collections.abc import Callable, Iterator, Sequence
@@ -26,29 +27,57 @@ class Hook(Protocol):
 
 @final
 class StopRequest:
-    """Whether somebody asked the run to stop after the current cycle."""
+    """Whether somebody asked the run to stop after the current cycle.
+
+    Attributes:
+        requested: set it to stop.
+        signal: by which signal it was asked, if it was by one.
+    """
 
     def __init__(self) -> None:
         """Nobody has asked yet."""
         self.requested = False
+        self.signal: signal.Signals | None = None
 
     @contextmanager
-    def on_interrupt(self) -> Iterator[None]:
-        """Let the first Ctrl-C finish the cycle; a second one interrupts at once."""
+    def on_interrupt(self, broken: Callable[[], bool] | None = None) -> Iterator[None]:
+        """Let the first Ctrl-C or SIGTERM finish the cycle.
+
+        A second signal interrupts at once, but not a SIGTERM that repeats the first: schedulers
+        send it to a launcher, which passes it on, and to its processes as well.
+
+        Args:
+            broken: in a run of several ranks, whether another has failed. Then there is no cycle
+                to finish, and SIGTERM ends this process, even where it hangs.
+        """
         if threading.current_thread() is not threading.main_thread():
             yield
             return
-        previous = signal.getsignal(signal.SIGINT)
+        previous = {s: signal.getsignal(s) for s in (signal.SIGINT, signal.SIGTERM)}
 
-        def handle(signum: int, frame: FrameType | None) -> None:
+        def handle(number: int, frame: FrameType | None) -> None:
+            if number == signal.SIGTERM and broken is not None and broken():
+                signal.signal(signal.SIGTERM, signal.SIG_DFL)
+                os.kill(os.getpid(), signal.SIGTERM)
+            if self.signal == signal.SIGINT:
+                raise KeyboardInterrupt
             self.requested = True
-            signal.signal(signal.SIGINT, previous)
+            self.signal = signal.Signals(number)
+            signal.signal(signal.SIGINT, previous[signal.SIGINT])
 
-        signal.signal(signal.SIGINT, handle)
+        for each in previous:
+            signal.signal(each, handle)
         try:
             yield
+        except BaseException:
+            # The launcher ends the other ranks as soon as one has failed; but this one is on its
+            # way out, and has to say why.
+            if broken is not None:
+                previous.pop(signal.SIGTERM)
+            raise
         finally:
-            signal.signal(signal.SIGINT, previous)
+            for each, handler in previous.items():
+                signal.signal(each, handler)
 
 
 def run_cycle(
