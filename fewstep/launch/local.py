@@ -5,9 +5,11 @@ from __future__ import annotations
 import json
 import logging
 import os
+import signal
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from typing import Any, Literal
 
 import torch
 
@@ -17,6 +19,7 @@ from fewstep.checkpoint import (
     complete_checkpoints,
     latest_checkpoint,
     load_checkpoint,
+    verify_checkpoint,
 )
 from fewstep.config import Recipe, check_fingerprint, dump_recipe, load_recipe
 from fewstep.data.dataset import Dataset
@@ -30,10 +33,12 @@ from fewstep.launch.hooks import (
     build_hooks,
     run_fingerprint,
 )
+from fewstep.launch.lock import RunLock
 from fewstep.methods.dmd2 import sample_statistics
 from fewstep.methods.method import SamplerSpec
 from fewstep.models.model import Model
-from fewstep.parallel.ranks import Ranks, join
+from fewstep.parallel.failures import Reached, another_has_failed, telling_others
+from fewstep.parallel.ranks import Ranks, join, launched_ranks
 from fewstep.roles.role import STUDENT, TEACHER_SCORE, Roles
 from fewstep.run import (
     RECIPE,
@@ -51,13 +56,15 @@ from fewstep.training.metrics import Metrics, logger, open_metrics
 from fewstep.training.worker import Worker
 from fewstep.validation import build_evaluator
 
+Resume = bool | Literal["auto"]
+
 
 def train(
     recipe: Recipe,
     *,
     model: Model | None = None,
     data: Dataset | None = None,
-    resume: bool = False,
+    resume: Resume = False,
     on_cycle: OnCycle | None = None,
     stop: StopRequest | None = None,
 ) -> Run:
@@ -67,7 +74,7 @@ def train(
         recipe: what to do; `run_dir` says where.
         model: the adapter of a network of your own (`model: {family: module}`).
         data: a data set of your own (`data: {name: custom}`).
-        resume: go on from the latest checkpoint of `run_dir`.
+        resume: go on from the latest checkpoint of `run_dir`; "auto": if there is one.
         on_cycle: called after each cycle with its number and its phases' results.
         stop: set its `requested` to stop after the current cycle; everything is saved.
 
@@ -79,23 +86,37 @@ def train(
         TrainingError: where the run cannot go on.
     """
     stop = stop or StopRequest()
-    check_device(recipe.runtime.device)
-    with cpu_threads(recipe.runtime.threads):
-        return train_in_process(recipe, model, data, resume, on_cycle, stop)
+    reached = Reached()
+    with (
+        telling_others(launched_ranks() or 1, recipe.launch.timeout_seconds, reached),
+        cpu_threads(recipe.runtime.threads),
+        RunLock(Path(recipe.run_dir)) as lock,
+    ):
+        check_device(recipe.runtime.device)
+        return train_in_process(recipe, model, data, resume, on_cycle, stop, reached, lock)
 
 
 def train_in_process(
     recipe: Recipe,
     model: Model | None,
     data: Dataset | None,
-    resume: bool,
+    resuming: Resume,
     on_cycle: OnCycle | None,
     stop: StopRequest,
+    reached: Reached,
+    lock: RunLock,
 ) -> Run:
     """The body of `train`, with the threads set."""
     ranks = join_ranks(recipe)
     directory = Path(recipe.run_dir)
+    if ranks.first:
+        with saving(directory):
+            lock.check()
+    resume = ranks.tell(is_resumed(directory, resuming))
     check_directory(directory, resume)
+    if ranks.first and resume:
+        with saving(directory):
+            lock.acquire()
     recipe = resolve_recipe(recipe, resumed_recipe(directory) if resume else None)
     model = model or recipe.model.build()
     recipe.method.build().check(model)
@@ -117,16 +138,20 @@ def train_in_process(
     if recipe.validation is not None and dataset is not None and ranks.first:
         evaluator = build_evaluator(dataset, recipe.validation.features, recipe.data.name)
     ranks.barrier()  # every rank has looked at the directory as it was
-    metrics = open_directory(run, resume)
+    metrics = open_directory(run, resume, lock)
     try:
         saver = CheckpointHook(run)
         hooks = build_hooks(run, reference, evaluator, metrics, on_cycle, saver)
         cycles = range(start + 1, recipe.train.cycles + 1)
         k = worker.method.fake_updates_per_student
-        with stop.on_interrupt():
+        with stop.on_interrupt(another_has_failed if ranks.size > 1 else None):
+            hooks.insert(0, reached)
             done = train_cycles(worker, cycles, k, recipe.cycle, hooks, stop, ranks.any)
-        if done > start or not resume:
-            saver.save(done)
+            if done > start or not resume:
+                saver.save(done)
+            saver.finish()
+        if done < recipe.train.cycles:
+            stop.signal = agreed_signal(ranks, stop.signal)
     finally:
         metrics.close()
     return Run(directory, recipe, worker, done, cycles_run=done - start)
@@ -141,13 +166,21 @@ def join_ranks(recipe: Recipe) -> Ranks:
     return ranks
 
 
-def open_directory(run: Run, resume: bool) -> Metrics:
+def agreed_signal(ranks: Ranks, own: signal.Signals | None) -> signal.Signals | None:
+    """What has stopped the run: a signal may have reached some of the ranks only."""
+    number = int(ranks.gather(torch.tensor([own or 0])).max())
+    return signal.Signals(number) if number else None
+
+
+def open_directory(run: Run, resume: bool, lock: RunLock) -> Metrics:
     """Make the run directory and write the recipe into it; rank 0 alone does that."""
     if not run.worker.ranks.first:
         return Metrics([])
     with saving(run.directory):
         run.directory.mkdir(parents=True, exist_ok=True)
+        lock.acquire()
         if not resume:
+            check_directory(run.directory, resume)  # another may have been quicker
             remove_unsaved(run.directory)
         metrics = open_metrics(run.recipe.logging, run.directory, run.cycle)
     try:
@@ -166,6 +199,13 @@ def check_device(device: str) -> None:
     except (RuntimeError, AssertionError) as error:
         first_line = str(error).splitlines()[0]
         raise UserError(f"runtime.device: {device!r}: {first_line}") from error
+
+
+def is_resumed(directory: Path, resume: Resume) -> bool:
+    """Whether a run is gone on with; raises UserError for what says neither yes nor no."""
+    if resume not in (True, False, "auto"):
+        raise UserError(f"resume: {resume!r} is given; it should be True, False or 'auto'")
+    return bool(complete_checkpoints(directory)) if resume == "auto" else bool(resume)
 
 
 def check_directory(directory: Path, resume: bool) -> None:
@@ -247,11 +287,26 @@ def restore(directory: Path, recipe: Recipe, worker: Worker) -> int:
         UserError: where it is damaged, or the recipe has changed in a way that matters.
     """
     checkpoint = worker.ranks.tell(latest_checkpoint(directory))
-    state = load_checkpoint(checkpoint)
-    saved = json.loads((checkpoint / FINGERPRINT).read_text())
+    saved = read_fingerprint(checkpoint)
     check_fingerprint(saved, run_fingerprint(recipe, worker), checkpoint)
+    state = load_checkpoint(checkpoint, worker.empty_state, worker.ranks)
     worker.load_state_dict(state)
     return int(state["cycle"])
+
+
+def read_fingerprint(checkpoint: Path) -> dict[str, Any]:
+    """What the checkpoint's run was, before all of the checkpoint is read and checked.
+
+    Raises:
+        UserError: where it is damaged.
+    """
+    file = checkpoint / FINGERPRINT
+    try:
+        found: dict[str, Any] = json.loads(file.read_text())
+    except (OSError, ValueError) as error:
+        verify_checkpoint(checkpoint)
+        raise UserError(f"{file} cannot be read: {error}") from error
+    return found
 
 
 def write_recipe(directory: Path, recipe: Recipe) -> None:

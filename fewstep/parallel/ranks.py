@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import atexit
+import contextlib
 import os
 from dataclasses import dataclass
 from datetime import timedelta
@@ -12,6 +14,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from fewstep.errors import UserError
+from fewstep.parallel.failures import any_has_failed, end_with_launcher
 
 T = TypeVar("T")
 
@@ -138,6 +141,8 @@ def join(device: torch.device, timeout_seconds: int, needed: bool = False) -> Ra
         timeout_seconds: of every collective.
         needed: whether even a process alone needs a process group.
     """
+    if launched_ranks() is not None:
+        end_with_launcher()
     device = local_device(device)
     if device.type == "cuda":
         torch.cuda.set_device(device)
@@ -149,12 +154,24 @@ def join(device: torch.device, timeout_seconds: int, needed: bool = False) -> Ra
             dist.init_process_group(backend, store=store, rank=0, world_size=1)
         else:
             dist.init_process_group(backend, timeout=timeout)
+        atexit.register(dissolve)
     if not dist.is_initialized():
         return Ranks(0, 1, device, grouped=False)
     return Ranks(dist.get_rank(), dist.get_world_size(), device, grouped=True)
 
 
 def leave() -> None:
-    """Take leave of the other processes."""
+    """Take leave of the other processes, once all have got here: at the end of a whole run.
+
+    The launcher ends them all as soon as it sees one go that was only told to stop.
+    """
     if dist.is_initialized():
+        with contextlib.suppress(RuntimeError):  # one that was lost now is no loss
+            gather_rows(torch.zeros(1), dist.get_world_size())
+        dissolve()
+
+
+def dissolve() -> None:
+    """End the process group, unless a rank has failed: it might be waited for."""
+    if dist.is_initialized() and not any_has_failed():
         dist.destroy_process_group()
