@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-import shlex
+import os
 import sys
 from pathlib import Path
-from typing import Annotated, Any, Literal, NoReturn
+from typing import Annotated, Any, Literal, NoReturn, final
 
 import typer
 from rich.console import Console
+from typer.core import TyperCommand
 
 from fewstep.errors import TrainingError, UserError
 
@@ -33,7 +34,24 @@ INTERRUPTED = 130
 UNTOUCHED = "interrupted; what was saved before is untouched"
 
 
-@app.command()
+@final
+class TrainCommand(TyperCommand):
+    """`train`, whose `--resume` may have a value, or none."""
+
+    def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
+        """Write `--resume VALUE` as one word, and `--resume` alone as one that is empty."""
+        words, left = [], list(args)
+        while left:
+            word = left.pop(0)
+            if word == "--resume":
+                following = left[0] if left else "-"
+                other = following.startswith("-") or "=" in following or Path(following).is_file()
+                word = "--resume=" if other else f"--resume={left.pop(0)}"
+            words.append(word)
+        return super().parse_args(ctx, words)
+
+
+@app.command(cls=TrainCommand)
 def train(
     recipe: Annotated[Path, typer.Argument(help="The recipe, a YAML file.")],
     overrides: Annotated[
@@ -49,51 +67,51 @@ def train(
         typer.Option(metavar="PATH", help="Where to write the run, instead of the recipe's."),
     ] = None,
     resume: Annotated[
-        bool,
-        typer.Option("--resume", help="Go on from the latest checkpoint in run_dir."),
-    ] = False,
+        str | None,
+        typer.Option(
+            "--resume",
+            metavar="(auto)",
+            help="Go on from the latest checkpoint in run_dir. With auto: if there is one; "
+            "otherwise start anew.",
+        ),
+    ] = None,
 ) -> None:
     """Run a recipe: train a teacher or distil a student.
 
     The run directory gets the resolved recipe, metrics (metrics.jsonl and TensorBoard) and
-    checkpoints. [bold]Ctrl-C[/bold] finishes the current cycle, saves, and says how to go on; a
-    second one stops at once. A resumed run gives the same weights, bit for bit, as one that was
-    never stopped.
+    checkpoints. [bold]Ctrl-C[/bold] finishes the current cycle, saves, says how to go on, and
+    exits with 130; a second one stops at once. [bold]SIGTERM[/bold], which schedulers send, does
+    the same and exits with 143. A resumed run gives the same weights, bit for bit, as one that
+    was never stopped.
+
+    [bold]launch.processes=N[/bold] runs it in N processes, one for each device.
     """
     from fewstep.config import load_recipe
+    from fewstep.launch import command
     from fewstep.launch.local import train as run_training
     from fewstep.progress import training_progress
+    from fewstep.training.loop import StopRequest
 
-    changes, options = list(overrides or []), []
-    loaded = load_recipe(recipe, changes)
+    arguments = [str(recipe), *(overrides or [])]
+    loaded, resumed = load_recipe(recipe, overrides or []), command.parse_resume(resume)
     if run_dir is not None:
         if not run_dir.strip():
             raise UserError("--run-dir: is empty; name a directory")
         # Taken as it is: as an override it would be read as YAML.
         loaded = loaded.model_copy(update={"run_dir": run_dir})
-        options = ["--run-dir", run_dir]
+        arguments += ["--run-dir", run_dir]
+    ended = command.run_in_processes(loaded, resumed, arguments)
+    if ended is not None:
+        for sentence in ended.killed:
+            print_error(sentence)
+        raise typer.Exit(ended.code)
+    command.hush(console)
+    stop = StopRequest()
     with training_progress(console, f"{loaded.method.name}", loaded.train.cycles) as on_cycle:
-        run = run_training(loaded, resume=resume, on_cycle=on_cycle)
-    if run.complete and run.cycles_run == 0:
-        console.print(
-            f"{run.directory} is complete already: all {run.cycle} cycles are done. To train on, "
-            f"raise train.cycles.",
-            markup=False,
-        )
-        return
-    if run.complete:
-        console.print(f"Complete: {run.cycle} cycles, in {run.directory}", markup=False)
-        command = shlex.join(["fewstep", "sample", str(run.directory), "--out", "samples.png"])
-        console.print(f"Next: {command}", markup=False, highlight=False, soft_wrap=True)
-        return
-    command = shlex.join(["fewstep", "train", str(recipe), *changes, *options, "--resume"])
-    console.print(
-        f"Stopped and saved after cycle {run.cycle}. Go on with:\n  {command}",
-        markup=False,
-        highlight=False,
-        soft_wrap=True,
-    )
-    raise typer.Exit(INTERRUPTED)
+        run = run_training(loaded, resume=resumed, on_cycle=on_cycle, stop=stop)
+    for line in command.last_words(run, arguments):
+        console.print(line, markup=False, highlight=False, soft_wrap=True)
+    raise typer.Exit(command.leave_together(run, stop))
 
 
 @app.command()
@@ -296,11 +314,29 @@ def choose_labels(classes: int | None, wanted: str | None, count: int | None) ->
     return torch.tensor([chosen[i % len(chosen)] for i in range(total)])
 
 
-def fail(message: str, code: int) -> NoReturn:
-    """Print an error without a traceback and exit."""
+def print_error(message: str, details: str = "") -> None:
+    """Print an error, after details such as a traceback."""
+    if details:
+        errors.print(details, end="", markup=False, highlight=False, soft_wrap=True)
     errors.print("[bold red]Error:[/bold red]", end=" ")
     errors.print(message, markup=False, highlight=False, soft_wrap=True)
-    sys.exit(code)
+
+
+def fail(message: str, code: int, error: BaseException | None = None) -> NoReturn:
+    """Print an error without a traceback and exit.
+
+    Of the processes that share a run, the first that fails prints its error, with a traceback
+    where nobody has foreseen it. The others have only lost it.
+    """
+    if "TORCHELASTIC_RUN_ID" not in os.environ:
+        print_error(message)
+        sys.exit(code)
+    from fewstep.launch import command, processes
+
+    told = command.told_by_another(message, code)
+    if told is None:
+        print_error(message, command.unforeseen(error) if error is not None else "")
+    processes.end_rank(told.code if told is not None else code)
 
 
 def main() -> None:
@@ -310,7 +346,7 @@ def main() -> None:
     except UserError as error:
         fail(str(error), 2)
     except TrainingError as error:
-        fail(str(error), 1)
+        fail(str(error), 1, error)
     except KeyboardInterrupt:
         fail(UNTOUCHED, INTERRUPTED)
     except SystemExit as exit_:

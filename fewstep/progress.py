@@ -30,7 +30,7 @@ def training_progress(console: Console, title: str, cycles: int) -> Iterator[OnC
         TimeRemainingColumn(),
         TextColumn("{task.fields[losses]}", style="dim"),
     )
-    progress = Progress(*columns, console=console)
+    progress = Progress(*columns, console=console, disable=console.quiet)
     task = progress.add_task(title, total=cycles, losses="")
     losses: dict[str, float] = {}
 

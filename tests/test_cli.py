@@ -17,6 +17,7 @@ from safetensors.torch import load_file
 
 from fewstep import cli
 from fewstep.launch import local
+from fewstep.launch.lock import RunLock
 from fewstep.run import open_run
 
 ROOT = Path(__file__).parents[1]
@@ -104,6 +105,58 @@ def test_resuming_a_complete_run_says_that_it_is_complete(
     assert "is complete already: all 6 cycles are done" in out
 
 
+def tiny(tmp_path: Path) -> list[str]:
+    """Arguments of a run of a second."""
+    changes = [NETWORK, "train.cycles=1", "train.batch_size=4", "logging.tensorboard=false"]
+    changes += ["method.sampling.steps=1", "validation=null"]
+    return [str(ROOT / "recipes/digits/teacher.yaml"), *changes, "--run-dir", str(tmp_path / "run")]
+
+
+def test_resume_auto_starts_a_run_or_goes_on_with_it(fewstep: RunCommand, tmp_path: Path) -> None:
+    recipe, *rest = tiny(tmp_path)
+    code, _, err = fewstep("train", recipe, *rest, "--resume")
+    assert code == 2
+    assert "holds no complete checkpoint to go on from" in err
+    assert not (tmp_path / "run").exists()
+    code, out, err = fewstep("train", recipe, *rest, "--resume", "auto")
+    assert code == 0, err
+    assert "Complete: 1 cycles" in out
+    code, out, _ = fewstep("train", "--resume", recipe, *rest)
+    assert code == 0
+    assert "is complete already" in out
+    code, out, _ = fewstep("train", recipe, *rest, "--resume", "train.cycles=2")
+    assert code == 0
+    assert "Complete: 2 cycles" in out
+    code, out, _ = fewstep("train", recipe, *rest, "--resume=auto", "train.cycles=3")
+    assert code == 0
+    assert "Complete: 3 cycles" in out
+
+
+@pytest.mark.parametrize("arguments", [["--resume", "latest"], ["--resume=yes"]])
+def test_resume_names_its_choices(
+    fewstep: RunCommand, tmp_path: Path, arguments: list[str]
+) -> None:
+    code, _, err = fewstep("train", *tiny(tmp_path), *arguments)
+    assert code == 2
+    assert f"--resume: {arguments[-1].removeprefix('--resume=')!r} is given" in err
+    assert "--resume alone" in err
+    assert "--resume auto" in err
+
+
+def test_a_run_directory_in_use_is_refused_with_the_process_that_uses_it(
+    fewstep: RunCommand, tmp_path: Path
+) -> None:
+    (tmp_path / "run").mkdir()
+    with RunLock(tmp_path / "run") as lock:
+        lock.acquire()
+        for resume in ([], ["--resume"], ["--resume", "auto"]):
+            code, _, err = fewstep("train", *tiny(tmp_path), *resume)
+            assert code == 2
+            assert f"is in use: process {os.getpid()} trains there" in err
+    assert list((tmp_path / "run").iterdir()) == []
+    assert fewstep("train", *tiny(tmp_path))[0] == 0
+
+
 @pytest.mark.parametrize("name", ["my #1 run", "x${seed}", "2024", "true", "a: [b]", "a\\${x}\\"])
 def test_a_run_directory_may_have_any_name(
     fewstep: RunCommand, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, name: str
@@ -133,9 +186,9 @@ def test_the_command_to_go_on_with_is_whole(
 ) -> None:
     original = local.train_cycles
 
-    def stopped(worker, cycles, k, settings, hooks, stop):
+    def stopped(worker, cycles, k, settings, hooks, stop, agree):
         stop.requested = True
-        return original(worker, cycles, k, settings, hooks, stop)
+        return original(worker, cycles, k, settings, hooks, stop, agree)
 
     monkeypatch.setattr(local, "train_cycles", stopped)
     run_dir = str(tmp_path / ("my #1 run" + 20 * "-long"))
@@ -382,7 +435,10 @@ def test_help_teaches(fewstep: RunCommand) -> None:
         assert len(out.splitlines()) > 8
 
 
-def test_ctrl_c_saves_and_says_how_to_go_on(project: Path, tmp_path: Path) -> None:
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_a_signal_saves_and_says_how_to_go_on(
+    project: Path, tmp_path: Path, number: signal.Signals
+) -> None:
     line = [
         sys.executable, "-m", "fewstep", "train", "recipes/digits/student.yaml",
         f"model.weights={project / 'teacher'}", "train.cycles=100000", "train.batch_size=4",
@@ -398,10 +454,11 @@ def test_ctrl_c_saves_and_says_how_to_go_on(project: Path, tmp_path: Path) -> No
         assert process.poll() is None, process.communicate()
         assert time.monotonic() < deadline
         time.sleep(0.1)
-    process.send_signal(signal.SIGINT)
+    process.send_signal(number)
     out, err = process.communicate(timeout=60)
-    assert process.returncode == 130, err
+    assert process.returncode == 128 + number, err
     assert "Stopped and saved after cycle" in out
     assert "--resume" in out
     assert "Traceback" not in err
+    assert not (tmp_path / "run" / ".lock").exists()
     assert len(list((tmp_path / "run" / "checkpoints").glob("cycle_*"))) == 1

@@ -62,3 +62,8 @@ class LaunchSettings(Settings):
     timeout_seconds: Positive = Field(
         600, description="how long a rank waits for the others before it gives up and says so"
     )
+    grace_seconds: Positive = Field(
+        300,
+        description="how long a run that `fewstep train` has started and that is stopped may take "
+        "to finish its cycle and save; then it is killed",
+    )
