@@ -23,6 +23,7 @@ from torch.distributed.checkpoint import filesystem
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
 
+from fewstep import files
 from fewstep.checkpoint import (
     CheckpointSettings,
     Saver,
@@ -151,11 +152,21 @@ def caught(action: Callable[[], Any]) -> str:
 
 @pytest.mark.parametrize("size", [2, 3])
 def test_shards_of_many_ranks_are_read_by_one_process(tmp_path, size) -> None:
-    def action(ranks: Ranks) -> str:
-        return str(save_checkpoint(tmp_path, 1, spread(whole_state(1), size), DOCUMENTS, ranks))
+    def action(ranks: Ranks) -> tuple[Path, set[str]]:
+        hashed = []
+
+        def describe(file: Path) -> files.FileEntry:
+            hashed.append(file.name.split("-")[1])
+            return files.describe_file(file)
+
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr("fewstep.checkpoint.tensors.describe_file", describe)
+            path = save_checkpoint(tmp_path, 1, spread(whole_state(1), size), DOCUMENTS, ranks)
+        return path, set(hashed)
 
     path = tmp_path / "checkpoints/cycle_000001"
-    assert on_ranks(tmp_path, action, size) == [str(path)] * size
+    # Each has written and hashed files of its own.
+    assert on_ranks(tmp_path, action, size) == [(path, {f"{r + 1:05d}"}) for r in range(size)]
     assert listing(tmp_path) == ["cycle_000001"]
     assert_holds(load_checkpoint(path), 1)
     written = {f.split("-")[1] for f in read_manifest(path) or {} if f.startswith("tensors/")}
@@ -255,12 +266,12 @@ def test_damage_is_named_on_every_rank(tmp_path) -> None:
 
     on_ranks(tmp_path, save)
     path = latest_checkpoint(tmp_path)
-    files = sorted(read_manifest(path) or {})
-    assert len(files) == 7
+    names = sorted(read_manifest(path) or {})
+    assert len(names) == 7
 
     def action(ranks: Ranks) -> list[str]:
         found = []
-        for name in files:
+        for name in names:
             content = (path / name).read_bytes()
             ranks.barrier()
             if ranks.first:
@@ -276,7 +287,7 @@ def test_damage_is_named_on_every_rank(tmp_path) -> None:
 
     first, second = on_ranks(tmp_path, action)
     assert first == second
-    for name, error in zip(files, first, strict=True):
+    for name, error in zip(names, first, strict=True):
         assert f"{path / name} is damaged" in error
 
 
@@ -540,3 +551,24 @@ def test_a_rank_that_dies_while_others_save_in_the_background_does_not_hang_them
     assert second == "gone"
     assert first != "none"
     assert_holds(load_checkpoint(latest_checkpoint(tmp_path)), 1)
+
+
+def test_a_run_that_has_failed_does_not_wait_for_a_rank_that_hangs(tmp_path, monkeypatch) -> None:
+    monkeypatch.setattr("fewstep.checkpoint.saver.LAST_SECONDS", 0.2)
+
+    def action(ranks: Ranks) -> float:
+        saver = Saver(tmp_path, BEHIND, ranks)
+        with pytest.MonkeyPatch.context() as patch:
+            gate = Gate(patch)
+            saver.save(1, spread(whole_state(1), 2), DOCUMENTS)
+            assert gate.reached.wait(20)
+            ranks.barrier()
+            if ranks.rank == 1:
+                time.sleep(3)
+                return 0.0
+            gate.open()
+            start = time.monotonic()
+            saver.close()
+            return time.monotonic() - start
+
+    assert on_ranks(tmp_path, action)[0] < 2

@@ -20,8 +20,8 @@ from fewstep.errors import TrainingError
 from fewstep.parallel.ranks import SINGLE, Ranks
 from fewstep.settings import Settings
 
-# Between the fastest and the slowest rank's writing. A rank that dies is noticed at once.
-BACKGROUND_TIMEOUT = timedelta(hours=2)
+# How long a run that has failed waits for what it is still writing.
+LAST_SECONDS = 10.0
 
 
 @final
@@ -61,7 +61,11 @@ class Saver:
     """
 
     def __init__(
-        self, run_directory: Path, settings: CheckpointSettings, ranks: Ranks = SINGLE
+        self,
+        run_directory: Path,
+        settings: CheckpointSettings,
+        ranks: Ranks = SINGLE,
+        timeout_seconds: float = 600,
     ) -> None:
         """Prepare to save.
 
@@ -69,10 +73,12 @@ class Saver:
             run_directory: the same for all ranks.
             settings: whether in the background, and how many are kept.
             ranks: of the run.
+            timeout_seconds: how long a rank waits in the background for the others to write.
         """
         self._directory = run_directory
         self._settings = settings
         self._peers = Peers(ranks)
+        self._timeout = timedelta(seconds=timeout_seconds)
         self._flight: _Flight | None = None
         self._behind: tuple[Peers, ThreadPoolExecutor] | None = None
 
@@ -126,9 +132,12 @@ class Saver:
 
     def close(self) -> None:
         """Let the background end. Without `finish` before, what it writes is not published."""
-        self._flight = None
+        flight, self._flight = self._flight, None
+        if flight is not None:
+            # Not for ever: it may wait for another rank, which is what has failed.
+            wait([flight.files], LAST_SECONDS)
         if self._behind is not None:
-            self._behind[1].shutdown()
+            self._behind[1].shutdown(wait=flight is None)
 
     def _written(self, flight: _Flight) -> Files:
         """All files, once all ranks are done; what failed on any is an error on all."""
@@ -149,7 +158,7 @@ class Saver:
         if self._behind is None:
             ranks, group = self._peers.ranks, None
             if ranks.size > 1:
-                group = dist.new_group(backend="gloo", timeout=BACKGROUND_TIMEOUT)
+                group = dist.new_group(backend="gloo", timeout=self._timeout)
             self._behind = Peers(ranks, group), ThreadPoolExecutor(1, "checkpoint")
         return self._behind
 

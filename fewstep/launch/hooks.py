@@ -100,7 +100,12 @@ class CheckpointHook:
     def __init__(self, run: Run) -> None:
         """`run`: whose state is saved."""
         self._run = run
-        self._saver = Saver(run.directory, run.recipe.checkpoint, run.worker.ranks)
+        self._saver = Saver(
+            run.directory,
+            run.recipe.checkpoint,
+            run.worker.ranks,
+            run.recipe.launch.timeout_seconds,
+        )
         self._saved: int | None = None
         self._documents = {
             RECIPE: dump_recipe(run.recipe),
