@@ -1,19 +1,35 @@
-"""One recipe in many dresses: what must not change its result."""
+"""One recipe in many dresses: what must not change its result, on 1, 2 and 4 ranks.
+
+Run as a script it is one rank of a launch of many cases: `torchrun ... cases.py CASES.json OUT`.
+"""
 
 from __future__ import annotations
 
 import copy
-from collections.abc import Mapping
+import json
+import logging
+import shutil
+import sys
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
 import torch
+import torch.distributed as dist
+from safetensors.torch import save_file
 from torch import Tensor
 
 import fewstep
 from fewstep.config import Recipe, parse_recipe
 from fewstep.data.dataset import Dataset
+from fewstep.methods import flow_matching
+from fewstep.methods.dmd2 import DMD2
+from fewstep.methods.flow_matching import FlowMatching
+from fewstep.parallel.ranks import join
 from fewstep.run import Run
+from fewstep.training.loop import StopRequest
 
 CYCLES = 10
 OPTIMIZER = {"lr": 0.01, "betas": [0.5, 0.9], "clip_norm": 0.5}
@@ -50,6 +66,28 @@ METHODS: dict[str, dict[str, Any]] = {
 }
 
 
+@dataclass(frozen=True)
+class Case:
+    """A run, or several on one directory.
+
+    Attributes:
+        name: of the case, and of its run directory.
+        changes: dotted keys of the recipe.
+        method: "dmd2" or "flow_matching".
+        stop_after: end the run after this cycle.
+        resume: "" starts anew; "here" goes on with what is in the run directory; any other text
+            is a run directory, of another launch perhaps, that is copied first.
+        tamper: what is done to the losses of some phases (see `tampering`).
+    """
+
+    name: str
+    changes: Mapping[str, Any] = field(default_factory=dict)
+    method: str = "dmd2"
+    stop_after: int = 0
+    resume: str = ""
+    tamper: Mapping[str, Any] = field(default_factory=dict)
+
+
 def make_recipe(run_dir: Path, changes: Mapping[str, Any], method: str = "dmd2") -> Recipe:
     """The recipe with some dotted keys changed."""
     values = copy.deepcopy({**COMMON, **METHODS[method], "run_dir": str(run_dir)})
@@ -70,39 +108,140 @@ def ten_images() -> Dataset:
     return Dataset(torch.randn(10, 1, 4, 4, generator=generator), torch.arange(10) % 3)
 
 
-def train(
-    run_dir: Path, changes: Mapping[str, Any], method: str = "dmd2", **options: Any
-) -> dict[str, Tensor]:
-    """Train, and give the losses of every phase and the final state, whole, as flat tensors."""
+class _Spoil(torch.autograd.Function):
+    """The identity, but for its gradient."""
+
+    @staticmethod
+    def forward(ctx: Any, loss: Tensor, value: float) -> Tensor:
+        ctx.value = value
+        return loss.clone()
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:
+        return gradient * ctx.value, None
+
+
+@contextmanager
+def tampering(how: Mapping[str, Any]) -> Iterator[None]:
+    """Change the losses that methods give.
+
+    Args:
+        how: {"in": "loss" or "gradient", "value": "nan" or "inf", "role", "cycles", "sample"}
+            spoils the micro-batches of those phases that hold that sample; {"in": "normalizer"}
+            weighs every sample by a number of its own, through the normalizer.
+    """
+    if not how:
+        yield
+        return
+    kinds, errors = (DMD2, FlowMatching), []
+    originals = [kind.phase_loss for kind in kinds]
+    denoising_loss = flow_matching.denoising_loss
+
+    def remember(*args: Any) -> Tensor:
+        errors.append(denoising_loss(*args))
+        return errors[-1]
+
+    def make(original: Any) -> Any:
+        def phase_loss(self: Any, role: str, roles: Any, batch: Any, draw: Any, *rest: Any) -> Any:
+            result = original(self, role, roles, batch, draw, *rest)
+            if how["in"] == "normalizer":
+                weights = 1.0 + batch.sample_ids % 3
+                loss = (weights * errors.pop()).sum() / weights.sum()
+                return replace(result, loss=loss, normalizer=weights.sum())
+            here = role == how["role"] and draw.cycle in how["cycles"]
+            if not here or how["sample"] not in batch.sample_ids.tolist():
+                return result
+            value = float(how["value"])
+            spoiled = (
+                result.loss * value if how["in"] == "loss" else _Spoil.apply(result.loss, value)
+            )
+            return replace(result, loss=spoiled)
+
+        return phase_loss
+
+    for kind, original in zip(kinds, originals, strict=True):
+        kind.phase_loss = make(original)  # type: ignore[method-assign]
+    flow_matching.denoising_loss = remember
+    try:
+        yield
+    finally:
+        for kind, original in zip(kinds, originals, strict=True):
+            kind.phase_loss = original  # type: ignore[method-assign]
+        flow_matching.denoising_loss = denoising_loss
+
+
+def train(case: Case, directory: Path) -> dict[str, Tensor]:
+    """The losses of every phase, samples, and the final state, whole, as flat tensors."""
     losses: list[float] = []
+    stop = StopRequest()
 
     def on_cycle(cycle: int, results: Any) -> None:
         losses.extend(r.metrics["loss"] for r in results)
+        stop.requested = cycle == case.stop_after
 
-    data = ten_images() if method == "flow_matching" else None
-    recipe = make_recipe(run_dir, changes, method)
-    run = fewstep.train(recipe, data=data, on_cycle=on_cycle, **options)
-    return {"losses": torch.tensor(losses, dtype=torch.float64), **whole_state(run)}
+    data = ten_images() if case.method == "flow_matching" or "validation" in case.changes else None
+    recipe = make_recipe(directory / case.name, case.changes, case.method)
+    resume = bool(case.resume)
+    with tampering(case.tamper):
+        run = fewstep.train(recipe, data=data, on_cycle=on_cycle, resume=resume, stop=stop)
+    counters = run.worker.state_dict()["counters"]
+    numbers = [n for role in counters["roles"].values() for n in role.values()]
+    return {
+        "counters": torch.tensor([*numbers, counters["ema_updates"]]),
+        "losses": torch.tensor(losses, dtype=torch.float64),
+        "samples": run.sample(7).images,
+        **whole_state(run),
+    }
 
 
 def whole_state(run: Run) -> dict[str, Tensor]:
     """Networks and optimizers of a run, every tensor whole."""
     state = run.worker.state_dict()
     return {
-        f"{section}/{name}/{key}": tensor.full_tensor() if hasattr(tensor, "full_tensor") else tensor
-        for section in ("networks",)
+        f"{section}/{name}/{key}": (
+            tensor.full_tensor() if hasattr(tensor, "full_tensor") else tensor.clone()
+        )
+        for section in ("networks", "optimizers")
         for name, tensors in state[section].items()
         for key, tensor in tensors.items()
     }
 
 
-def largest_difference(left: Mapping[str, Tensor], right: Mapping[str, Tensor]) -> tuple[float, str]:
+def largest_difference(
+    left: Mapping[str, Tensor], right: Mapping[str, Tensor], prefix: str = ""
+) -> tuple[float, str]:
     """The largest norm of a difference over the norm of the tensor, and whose it is."""
     assert left.keys() == right.keys()
     found = [(0.0, "")]
     for key, value in left.items():
-        a, b = value.double(), right[key].double()
-        assert a.shape == b.shape, key
-        scale = max(float(a.norm()), 1e-12)
-        found.append((float((a - b).norm()) / scale, key))
+        if key.startswith(prefix):
+            a, b = value.double(), right[key].double()
+            assert a.shape == b.shape, key
+            found.append((float((a - b).norm()) / max(float(a.norm()), 1e-12), key))
     return max(found)
+
+
+def write_cases(file: Path, cases: Sequence[Case]) -> None:
+    """Write cases for a launch."""
+    file.write_text(json.dumps([asdict(case) for case in cases]))
+
+
+def main(cases: Path, out: Path) -> None:
+    """Be one rank: run every case, rank 0 writes what came out."""
+    torch.set_num_threads(1)
+    logging.getLogger("fewstep").setLevel(logging.ERROR)
+    first = join(torch.device("cpu"), timeout_seconds=300).first
+    for values in json.loads(cases.read_text()):
+        case = Case(**values)
+        if first and case.resume not in ("", "here"):
+            shutil.copytree(case.resume, out / case.name)
+        dist.barrier()
+        result = train(case, out)
+        if first:
+            save_file({k: v.contiguous() for k, v in result.items()}, out / f"{case.name}.result")
+        dist.barrier()
+    dist.destroy_process_group()
+
+
+if __name__ == "__main__":
+    main(Path(sys.argv[1]), Path(sys.argv[2]))
