@@ -28,6 +28,7 @@ from fewstep.models import ModelSettings
 from fewstep.models.dit import DiTSettings
 from fewstep.models.model import Model, Pretrained, pretrained
 from fewstep.parallel.ranks import SINGLE, Ranks
+from fewstep.parallel.settings import LaunchSettings, ParallelSettings
 from fewstep.parallel.sharding import Replicated, Sharding, build_sharding, spread
 from fewstep.roles.role import Roles
 from fewstep.roles.storage import Storage, build_independent, build_shared_base
@@ -136,8 +137,10 @@ def open_run(directory: Path | str, which: Which = "latest", model: Model | None
         raise UserError(f"{directory} is not a run directory: it has no {RECIPE}")
     recipe = load_recipe(directory / RECIPE)
     checkpoint = best_checkpoint(directory) if which == "best" else latest_checkpoint(directory)
-    state = load_checkpoint(checkpoint)
-    worker = build_worker(recipe, model or recipe.model.build(), None, teacher=None)
+    # However it was trained: a run is opened whole, by one process.
+    alone = recipe.model_copy(update={"parallel": ParallelSettings(), "launch": LaunchSettings()})
+    worker = build_worker(alone, model or recipe.model.build(), None, teacher=None)
+    state = load_checkpoint(checkpoint, worker.empty_state)
     worker.load_state_dict(state)
     return Run(directory, recipe, worker, state["cycle"])
 

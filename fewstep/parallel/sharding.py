@@ -155,6 +155,11 @@ def build_sharding(
         raise UserError(
             f"parallel.shard_size: {size} does not divide the {ranks.size} ranks of this run"
         )
+    if settings.kind == "fsdp1" and settings.cpu_offload and ranks.device.type == "cpu":
+        raise UserError(
+            "parallel.cpu_offload: fsdp1 offloads from an accelerator, but runtime.device is "
+            "'cpu': everything is in host memory already"
+        )
     kind = FullySharded1 if settings.kind == "fsdp1" else FullySharded2
     return kind(ranks, settings, compute_dtype)
 
