@@ -181,10 +181,13 @@ def describe_loss(error: Exception, size: int, timeout_seconds: int, reached: Re
     cause = str(error.__cause__ or error)
     # Without the place in torch's source code, and its advice to read other logs.
     reason = re.sub(r"^\[\S+\] |\. This is typically.*", "", cause.partition("\n")[0])
-    names = ", ".join(map(str, silent_ranks(size))) or "(all of them answer by now)"
+    names = ", ".join(map(str, silent_ranks(size)))
     if TIMED_OUT.search(cause):
-        names += f", which did not answer within {timeout_seconds} s (launch.timeout_seconds)"
-    return f"{place(error, reached)}: lost rank {names}: {reason}"
+        within = f"within {timeout_seconds} s (launch.timeout_seconds)"
+        found = f"rank {names}: no answer {within}" if names else f"ranks did not meet {within}"
+    else:
+        found = f"lost rank {names}" if names else "lost the connection to another rank"
+    return f"{place(error, reached)}: {found}: {reason}"
 
 
 def silent_ranks(size: int) -> list[int]:

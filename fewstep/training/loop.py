@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import signal
 import threading
 from collections.abc import Callable, Iterator, Sequence
@@ -48,7 +47,7 @@ class StopRequest:
 
         Args:
             broken: in a run of several ranks, whether another has failed. Then there is no cycle
-                to finish, and SIGTERM ends this process, even where it hangs.
+                to finish, and SIGTERM interrupts at once what this one does, or hangs in.
         """
         if threading.current_thread() is not threading.main_thread():
             yield
@@ -58,7 +57,7 @@ class StopRequest:
         def handle(number: int, frame: FrameType | None) -> None:
             if number == signal.SIGTERM and broken is not None and broken():
                 signal.signal(signal.SIGTERM, signal.SIG_DFL)
-                os.kill(os.getpid(), signal.SIGTERM)
+                raise KeyboardInterrupt
             if self.signal == signal.SIGINT:
                 raise KeyboardInterrupt
             self.requested = True
