@@ -28,8 +28,8 @@ from fewstep.files import FileEntry, describe_file, sync_file
 
 TENSORS = "tensors"
 SECTIONS = ("networks", "optimizers")
-# A file is put together in memory before it is written.
-FILE_BYTES = 2**30
+# A file is put together in memory before it is written, and no other thread runs meanwhile.
+FILE_BYTES = 2**28
 
 ByName = Mapping[str, Mapping[str, Tensor]]
 
