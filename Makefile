@@ -3,13 +3,15 @@ PYTHON ?= python3
 BIN := .venv/bin
 INSTALL := $(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt
 
-.PHONY: help demo test check bench docs clean
+.PHONY: help demo demo-distributed test check chaos bench docs clean
 
 help:
 	@echo "make demo   teacher, four-step students, evaluation, report and export on a CPU"
+	@echo "make demo-distributed   a student on two ranks, killed and gone on with"
 	@echo "make test   the test suite"
 	@echo "make check  ruff, mypy and the import-direction test"
-	@echo "make bench  speed and memory against a plain loop"
+	@echo "make chaos  a run that is killed thirty times, against one that is not"
+	@echo "make bench  speed, memory and communication"
 	@echo "make docs   the documentation, in docs/_build/html"
 	@echo "make clean  remove .venv, caches and built documentation (runs/ is kept)"
 
@@ -30,6 +32,9 @@ help:
 demo: .venv/.installed
 	$(BIN)/python examples/digits_demo.py
 
+demo-distributed: .venv/.installed
+	$(BIN)/python examples/distributed_demo.py
+
 test: .venv/.installed-dev
 	$(BIN)/python -m pytest
 
@@ -38,6 +43,9 @@ check: .venv/.installed-dev
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
 	$(BIN)/python -m pytest -q tests/test_layers.py
+
+chaos: .venv/.installed-dev
+	$(BIN)/python tests/chaos/chaos.py --kills 30
 
 bench: .venv/.installed-dev
 	$(BIN)/python -m benchmarks

@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch.distributed.run
 import typer
 
 import fewstep
@@ -64,7 +65,7 @@ def command_lines() -> list[Any]:
         pytest.param(line.split("#")[0].strip(), id=f"{page.name}: {line}")
         for page in PAGES
         for block in blocks(page, "bash")
-        for line in block.splitlines()
+        for line in block.replace("\\\n", " ").splitlines()
         if line.strip() and not line.startswith("#")
     ]
 
@@ -104,6 +105,11 @@ def test_commands_exist_and_parse(line) -> None:
     program, *arguments = shlex.split(line)
     if program == "fewstep":
         check_fewstep(arguments)
+    elif program == "torchrun":
+        options = torch.distributed.run.get_args_parser().parse_args(arguments)
+        assert options.module
+        assert options.training_script == "fewstep"
+        check_fewstep(options.training_script_args)
     elif program == "make":
         targets = {argument for argument in arguments if "=" not in argument}
         assert targets <= make_targets()
@@ -138,6 +144,7 @@ def test_recipe_keys_exist(page) -> None:
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
 def test_commands_and_options_in_prose_exist(page) -> None:
     options = {option for c in COMMANDS.commands.values() for p in c.params for option in p.opts}
+    options |= set(torch.distributed.run.get_args_parser()._option_string_actions)
     for code in re.findall(r"`([^`\n]+)`", prose(page)):
         if code.startswith("--"):
             assert code.split()[0] in options, f"{page.name}: `{code}`"
