@@ -8,8 +8,9 @@ from peft.tuners.tuners_utils import BaseTunerLayer
 from rich.table import Table
 from torch import Tensor, nn
 
-from benchmarks.setup import NETWORKS, alternate, digits_worker
+from benchmarks.setup import NETWORKS, STORAGES, alternate, digits_worker
 from fewstep.diffusion.draw import Draw
+from fewstep.training.cycle import CycleSettings
 from fewstep.training.loop import run_cycle
 from fewstep.training.worker import Worker
 
@@ -24,8 +25,19 @@ class PlainLoop:
     is the least that can be done.
     """
 
-    def __init__(self, worker: Worker) -> None:
-        """Copies of a worker's networks, with the same optimizers and settings."""
+    def __init__(
+        self,
+        worker: Worker,
+        copied: Callable[[dict[str, nn.Module]], dict[str, nn.Module]] = copy.deepcopy,
+        batch: int | None = None,
+    ) -> None:
+        """Copies of a worker's networks, with the same optimizers and settings.
+
+        Args:
+            worker: holds the networks, whole.
+            copied: copies of them, spread over ranks or not.
+            batch: samples of a phase here; by default the worker's.
+        """
         self.worker, self.method = worker, worker.method
         settings = worker.method.settings
         self.sigmas, self.k, self.w = (
@@ -33,9 +45,9 @@ class PlainLoop:
             settings.fake_updates_per_student,
             settings.guidance,
         )
-        self.batch = worker.settings.batch_size
+        self.batch = batch or worker.settings.batch_size
         self.null = worker.roles.model.classes
-        networks = copy.deepcopy(worker.roles.storage.networks)
+        networks = copied(worker.roles.storage.networks)
         self.use = shared_switch(networks["base"]) if "base" in networks else networks.__getitem__
         own = self.parameters(networks)
         self.trained = {name: own[name] for name in ("student", "fake_score")}
@@ -136,7 +148,7 @@ def compare(storage: str, network: str) -> tuple[float, float, float]:
     worker = digits_worker(storage, network)
     plain = PlainLoop(worker)
     counters = [0, 0]
-    k, cycle_settings = worker.method.fake_updates_per_student, digits_cycle()
+    k, cycle_settings = worker.method.fake_updates_per_student, CycleSettings()
 
     def ours() -> None:
         for _ in range(CYCLES_A_ROUND):
@@ -152,20 +164,13 @@ def compare(storage: str, network: str) -> tuple[float, float, float]:
     return a / CYCLES_A_ROUND, b / CYCLES_A_ROUND, ratio
 
 
-def digits_cycle() -> object:
-    """Fresh batches, as the plain loop makes them."""
-    from fewstep.training.cycle import CycleSettings
-
-    return CycleSettings()
-
-
 def run() -> Table:
     """The table; the goal is a ratio of at most 1.05."""
     table = Table(title="Engine against a plain loop with the same network calls (goal <= 1.05)")
     for name in ("network", "storage", "engine, ms a cycle", "plain loop, ms a cycle", "ratio"):
         table.add_column(name, justify="left" if name in ("network", "storage") else "right")
     for network in NETWORKS:
-        for storage in ("independent", "shared_base"):
+        for storage in STORAGES:
             ours, theirs, ratio = compare(storage, network)
             row = (f"{1e3 * ours:.1f}", f"{1e3 * theirs:.1f}", f"{ratio:.3f}")
             table.add_row(network, storage, *row)

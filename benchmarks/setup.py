@@ -2,12 +2,15 @@
 
 import statistics
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 import fewstep
+from fewstep.config import Recipe
+from fewstep.parallel.ranks import SINGLE, Ranks
 from fewstep.run import build_worker, load_weights
 from fewstep.training.worker import Worker
 
+STORAGES = ("independent", "shared_base")
 NETWORKS = {
     "demo": [],
     # 0.4M parameters, 16 tokens: still tiny, but a forward pass weighs something.
@@ -19,21 +22,27 @@ NETWORKS = {
 }
 
 
-def digits_worker(storage: str, network: str = "demo") -> Worker:
-    """A DMD2 worker as the digits' student recipe makes it, over an untrained teacher."""
-    file = (
-        "recipes/digits/student.yaml"
-        if storage == "independent"
-        else "recipes/digits/student_shared.yaml"
-    )
+def digits_recipe(storage: str, network: str = "demo", changes: Sequence[str] = ()) -> Recipe:
+    """The digits' student recipe with a new network of its teacher's kind.
+
+    Args:
+        storage: "independent" or "shared_base".
+        network: one of `NETWORKS`.
+        changes: `key=value` overrides.
+    """
+    file = {"independent": "student", "shared_base": "student_shared"}[storage]
     teacher = fewstep.load_recipe("recipes/digits/teacher.yaml", NETWORKS[network])
-    recipe = fewstep.load_recipe(
-        file,
-        ["train.cycles=10000"],
-    )
-    recipe = recipe.model_copy(update={"model": teacher.model})
+    recipe = fewstep.load_recipe(f"recipes/digits/{file}.yaml", ["train.cycles=10000", *changes])
+    return recipe.model_copy(update={"model": teacher.model})
+
+
+def digits_worker(
+    storage: str, network: str = "demo", changes: Sequence[str] = (), ranks: Ranks = SINGLE
+) -> Worker:
+    """A DMD2 worker of `digits_recipe`, over an untrained teacher."""
+    recipe = digits_recipe(storage, network, changes)
     model = recipe.model.build()
-    return build_worker(recipe, model, None, load_weights(recipe, model))
+    return build_worker(recipe, model, None, load_weights(recipe, model), ranks)
 
 
 def alternate(

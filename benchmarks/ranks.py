@@ -1,0 +1,53 @@
+"""Starts a function on several ranks of this machine, over gloo."""
+
+import os
+import pickle
+import tempfile
+from collections.abc import Callable
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+import torch.multiprocessing as multiprocessing
+
+from fewstep.parallel.ranks import CPU, Ranks, join, leave
+
+# Of glibc: blocks of this size and more are mapped one by one and given back when freed, so that
+# the process's resident memory is what its tensors take.
+GIVE_BACK_MEMORY = {"MALLOC_MMAP_THRESHOLD_": "65536", "MALLOC_TRIM_THRESHOLD_": "65536"}
+
+
+def on_ranks(function: Callable[..., Any], *args: Any, size: int = 2) -> list[Any]:
+    """Call `function(ranks, *args)` in `size` new processes; what each of them returns.
+
+    Args:
+        function: of a module, so that another process can import it.
+        args: its arguments after the ranks.
+        size: how many processes, each with one thread.
+    """
+    os.environ |= {"OMP_NUM_THREADS": "1", **GIVE_BACK_MEMORY}
+    with tempfile.TemporaryDirectory() as folder:
+        multiprocessing.spawn(_on_rank, (size, folder, function, args), nprocs=size)
+        return [pickle.loads((Path(folder) / str(rank)).read_bytes()) for rank in range(size)]
+
+
+def _on_rank(
+    rank: int, size: int, folder: str, function: Callable[..., Any], args: tuple[Any, ...]
+) -> None:
+    torch.set_num_threads(1)
+    # They meet through a file: no port can be taken by somebody else.
+    dist.init_process_group(
+        "gloo",
+        init_method=f"file://{folder}/meeting",
+        rank=rank,
+        world_size=size,
+        timeout=timedelta(seconds=300),
+    )
+    try:
+        ranks: Ranks = join(CPU, timeout_seconds=300)
+        (Path(folder) / str(rank)).write_bytes(pickle.dumps(function(ranks, *args)))
+        ranks.barrier()
+    finally:
+        leave()

@@ -1,0 +1,275 @@
+"""Memory, communication and compute of a cycle on paper; `docs/scaling.md` explains it.
+
+Numbers are per rank unless their names say otherwise. Nothing here needs torch.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Literal
+
+Storage = Literal["independent", "shared_base"]
+Scoring = Literal["separate", "fused"]
+
+ADAPTERS = 3  # on a shared base: student, fake_score, student_ema
+NETWORKS = 4  # each role's own: student, fake_score, teacher_score, student_ema
+ADAM_MOMENTS = 2
+MASTER_BYTES = 4  # weights, moments and reduced gradients are float32
+
+
+@dataclass(frozen=True)
+class Network:
+    """The network of one role.
+
+    Attributes:
+        parameters: N.
+        blocks: L, transformer blocks.
+        largest_unit: parameters of the largest part that is gathered as one.
+        width: numbers of a token between blocks.
+        tokens: of a sample.
+        flops: of one forward pass of one sample.
+        saved_a_token: numbers a block keeps of a token for its backward pass, over the width.
+    """
+
+    parameters: float
+    blocks: int
+    largest_unit: float
+    width: int = 0
+    tokens: int = 0
+    flops: float = 0.0
+    saved_a_token: float = 24.0
+
+
+@dataclass(frozen=True)
+class Plan:
+    """How a network is distilled, and on what.
+
+    Attributes:
+        storage: where the roles' weights live.
+        scoring: a network call for each score, or one for all.
+        ranks: W.
+        shard_size: F, ranks that share one copy of the weights (W: no hybrid sharding).
+        batch: B, samples of a rank in a phase.
+        micro_batches: of a rank in a phase.
+        steps: S, of the student.
+        fake_updates: K.
+        guided: whether the teacher is called twice.
+        lora_share: r, parameters of one adapter over those of the base.
+        recompute: activation checkpointing.
+        gather_bytes: of a gathered weight: 2 in bfloat16.
+    """
+
+    storage: Storage
+    scoring: Scoring
+    ranks: int
+    shard_size: int
+    batch: int = 1
+    micro_batches: int = 1
+    steps: int = 4
+    fake_updates: int = 5
+    guided: bool = True
+    lora_share: float = 0.02
+    recompute: bool = True
+    gather_bytes: int = 2
+
+    @property
+    def mean_exit(self) -> float:
+        """Expected student steps before the exit: it is uniform on 0 ... S-1."""
+        return (self.steps - 1) / 2
+
+    @property
+    def trained_share(self) -> float:
+        """Parameters that one phase trains, over N."""
+        return 1.0 if self.storage == "independent" else self.lora_share
+
+
+@dataclass(frozen=True)
+class Machine:
+    """GPUs and links.
+
+    Attributes:
+        gpus_a_node: joined by the fast link.
+        memory: bytes of a GPU.
+        fast_link: bytes a second and direction within a node, of a GPU.
+        network: bytes a second and direction between nodes, of a GPU.
+        link_efficiency: share of these that collectives reach.
+        step_seconds: latency of one step of a ring.
+        flops: a second, of a GPU, in the compute type.
+        utilisation: share of these that the network reaches.
+    """
+
+    gpus_a_node: int
+    memory: float
+    fast_link: float
+    network: float
+    link_efficiency: float
+    step_seconds: float
+    flops: float
+    utilisation: float
+
+
+# --- passes -------------------------------------------------------------------------------------
+
+
+def scoring_passes(scoring: Scoring, guided: bool) -> int:
+    """Passes that score a sample: fake, teacher and, where it is guided, teacher without label."""
+    return 1 if scoring == "fused" else 3 if guided else 2
+
+
+def student_passes(exit_step: float, scoring: Scoring, guided: bool) -> float:
+    """Passes of a student phase, each of which needs all weights of a network once.
+
+    The rollout before the exit, the exit step forward and backward, and the scores between.
+    """
+    return exit_step + 2 + scoring_passes(scoring, guided)
+
+
+def fake_passes(exit_step: float) -> float:
+    """Passes of a fake_score phase: rollout, exit step without gradient, forward and backward."""
+    return exit_step + 1 + 2
+
+
+def cycle_passes(student_exit: float, fake_exits: Sequence[float], plan: Plan) -> float:
+    """Passes of a cycle that leaves at these steps."""
+    student = student_passes(student_exit, plan.scoring, plan.guided)
+    return student + sum(map(fake_passes, fake_exits))
+
+
+def expected_passes(plan: Plan) -> float:
+    """Passes of a cycle on average."""
+    return cycle_passes(plan.mean_exit, [plan.mean_exit] * plan.fake_updates, plan)
+
+
+# --- communication ------------------------------------------------------------------------------
+
+
+def gathered_parameters(network: Network, plan: Plan) -> float:
+    """Parameters that one pass gathers: with a shared base all adapters lie in its units."""
+    adapters = 0.0 if plan.storage == "independent" else ADAPTERS * plan.lora_share
+    return network.parameters * (1 + adapters)
+
+
+def gathers(units: int, passes: float, plan: Plan) -> float:
+    """All-gathers: one for each unit and pass (arXiv 2304.11277, section 3)."""
+    return units * passes * plan.micro_batches
+
+
+def gathered_bytes(network: Network, passes: float, plan: Plan) -> float:
+    """Bytes of the gathered units; a rank receives the share (F-1)/F of them."""
+    whole = gathered_parameters(network, plan) * plan.gather_bytes
+    return passes * plan.micro_batches * whole
+
+
+def scatters(units: int, plan: Plan) -> int:
+    """Reduce-scatters: one for each unit and phase, after the phase's last micro-batch."""
+    return units * (1 + plan.fake_updates)
+
+
+def scattered_bytes(network: Network, plan: Plan) -> float:
+    """Bytes that go into the reduce-scatters, in float32; a rank sends (F-1)/F of them."""
+    return (1 + plan.fake_updates) * network.parameters * plan.trained_share * MASTER_BYTES
+
+
+def replica_bytes(network: Network, plan: Plan) -> float:
+    """Bytes that go into the all-reduces between replicas; 0 where there is one copy."""
+    return scattered_bytes(network, plan) / plan.shard_size if plan.ranks > plan.shard_size else 0.0
+
+
+# --- memory -------------------------------------------------------------------------------------
+
+
+def weight_bytes(network: Network, plan: Plan) -> float:
+    """Shards of all roles' weights."""
+    one = network.parameters * MASTER_BYTES / plan.shard_size
+    return one * (NETWORKS if plan.storage == "independent" else 1 + ADAPTERS * plan.lora_share)
+
+
+def optimizer_bytes(network: Network, plan: Plan) -> float:
+    """Shards of Adam's moments of the student and the fake score."""
+    trained = 2 * network.parameters * plan.trained_share
+    return trained * ADAM_MOMENTS * MASTER_BYTES / plan.shard_size
+
+
+def gradient_bytes(network: Network, plan: Plan) -> float:
+    """Gradients of the role in training: shards, or whole while micro-batches add up."""
+    whole = network.parameters * plan.trained_share * MASTER_BYTES
+    return whole / plan.shard_size if plan.micro_batches == 1 else whole
+
+
+def unit_bytes(network: Network, plan: Plan) -> float:
+    """What comes and goes with the units: two gathered ones and a buffer, one unit's gradients.
+
+    The unit in use, the one that is fetched ahead, and the flat buffer that a gather arrives in;
+    in the backward pass also the gradients of a unit and the flat float32 buffer that they are
+    reduced from.
+    """
+    shared = plan.storage == "shared_base"
+    unit = network.largest_unit * (1 + ADAPTERS * plan.lora_share if shared else 1)
+    gradients = network.largest_unit * plan.trained_share * (plan.gather_bytes + MASTER_BYTES)
+    return 3 * unit * plan.gather_bytes + gradients
+
+
+def activation_bytes(network: Network, plan: Plan) -> float:
+    """What a forward pass keeps: every block's, or the inputs of all and one block's."""
+    token = plan.batch / plan.micro_batches * network.tokens * network.width * plan.gather_bytes
+    if plan.recompute:
+        return token * (network.blocks + network.saved_a_token)
+    return token * network.blocks * network.saved_a_token
+
+
+def memory_bytes(network: Network, plan: Plan) -> float:
+    """All of the above at once: the highest point of the backward pass."""
+    parts = (weight_bytes, optimizer_bytes, gradient_bytes, unit_bytes, activation_bytes)
+    return sum(part(network, plan) for part in parts)
+
+
+# --- time ---------------------------------------------------------------------------------------
+
+
+def forward_equivalents(plan: Plan) -> float:
+    """Compute of a cycle in forward passes of one sample.
+
+    A backward pass is two of them; one where the base is frozen, since most weights need no
+    gradient; and one more where blocks are recomputed. Fused scoring computes as much as separate.
+    """
+    backward = (2 if plan.storage == "independent" else 1) + plan.recompute
+    student = plan.mean_exit + 1 + backward + scoring_passes("separate", plan.guided)
+    fake = plan.mean_exit + 1 + 1 + backward
+    return student + plan.fake_updates * fake
+
+
+def compute_seconds(network: Network, plan: Plan, machine: Machine) -> float:
+    """Time of a cycle's arithmetic."""
+    work = forward_equivalents(plan) * plan.batch * network.flops
+    return work / (machine.flops * machine.utilisation)
+
+
+def ring_seconds(bytes_: float, calls: float, group: int, machine: Machine) -> float:
+    """Time of all-gathers or reduce-scatters on rings through a group of consecutive ranks.
+
+    Every byte crosses every link once. Where the group leaves the node, as many rings as the node
+    has GPUs share its network cards, one each: together they carry gpus_a_node times one card.
+    """
+    rate = machine.fast_link
+    if group > machine.gpus_a_node:
+        rate = min(rate, machine.gpus_a_node * machine.network)
+    moved = bytes_ * (group - 1) / group
+    return moved / (rate * machine.link_efficiency) + calls * (group - 1) * machine.step_seconds
+
+
+def replica_seconds(network: Network, plan: Plan, calls: float, machine: Machine) -> float:
+    """Time of the all-reduces between replicas: a ring twice, each GPU through its own card."""
+    replicas = plan.ranks // plan.shard_size
+    inside = plan.ranks <= machine.gpus_a_node
+    rate = (machine.fast_link if inside else machine.network) * machine.link_efficiency
+    moved = 2 * replica_bytes(network, plan) * (replicas - 1) / replicas
+    return moved / rate + 2 * calls * (replicas - 1) * machine.step_seconds
+
+
+def communication_seconds(network: Network, plan: Plan, machine: Machine) -> float:
+    """Time of a cycle's collectives if nothing else went on; L + 1 units."""
+    units, passes = network.blocks + 1, expected_passes(plan)
+    gathering = gathered_bytes(network, passes, plan)
+    calls = gathers(units, passes, plan) + scatters(units, plan)
+    whole = gathering + scattered_bytes(network, plan)
+    rings = ring_seconds(whole, calls, plan.shard_size, machine)
+    return rings + replica_seconds(network, plan, scatters(units, plan), machine)
