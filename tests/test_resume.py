@@ -104,8 +104,8 @@ def test_data_order_goes_on(make_recipe, ten_images, tmp_path) -> None:
     seen: list[int] = []
     original = DataBatches.batch
 
-    def spy(self, draw, size):
-        batch = original(self, draw, size)
+    def spy(self, draw, size, rows):
+        batch = original(self, draw, size, rows)
         for x0 in batch.x0:
             seen.append(int((ten_images.samples == x0).flatten(1).all(1).nonzero()))
         return batch

@@ -429,11 +429,11 @@ def test_state_with_missing_or_additional_parts_is_refused(make_recipe) -> None:
                 del state[section]["student"]
             else:
                 state[section]["discriminator"] = {}
-            with pytest.raises(UserError, match=f"the saved {section} are .*, but the run has"):
+            with pytest.raises(UserError, match=f"the saved {section} are not those of the run"):
                 worker.load_state_dict(state)
     state = worker.state_dict()
     state["optimizers"]["student"]["nowhere.weight/exp_avg"] = torch.zeros(1)
-    with pytest.raises(TrainingError, match=r"nowhere\.weight"):
+    with pytest.raises(UserError, match=r"nowhere\.weight"):
         worker.load_state_dict(state)
     worker.load_state_dict(worker.state_dict())
 

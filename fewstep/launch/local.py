@@ -144,12 +144,12 @@ def train_in_process(
         hooks = build_hooks(run, reference, evaluator, metrics, on_cycle, saver)
         cycles = range(start + 1, recipe.train.cycles + 1)
         k = worker.method.fake_updates_per_student
-        with stop.on_interrupt(another_has_failed if ranks.size > 1 else None):
+        # Saving ends last, with what is still being written in the background.
+        with stop.on_interrupt(another_has_failed if ranks.size > 1 else None), saver:
             hooks.insert(0, reached)
             done = train_cycles(worker, cycles, k, recipe.cycle, hooks, stop, ranks.any)
             if done > start or not resume:
                 saver.save(done)
-            saver.finish()
         if done < recipe.train.cycles:
             stop.signal = agreed_signal(ranks, stop.signal)
     finally:
