@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import final
 
@@ -44,8 +44,8 @@ def micro_batches(batch_size: int, ranks: Ranks, micro_batch_size: int | None) -
 
 def local_sums(
     losses: Sequence[tuple[PhaseLoss, MicroBatch]], found: Sequence[Tensor], replicas: int
-) -> dict[str, Tensor]:
-    """What this rank adds to the sums of a phase: float64 [] each.
+) -> tuple[list[str], Tensor]:
+    """What this rank adds to the sums of a phase, in one row for one collective.
 
     Args:
         losses: each micro-batch's loss and its rows.
@@ -53,41 +53,48 @@ def local_sums(
         replicas: how many ranks hold the same parts.
 
     Returns:
-        "square" (of the gradients), "plain" and "weighted" (micro-batches without and with a
-        normalizer), "wrong" (normalizers that are not positive and finite), "weight" (sum of
-        normalizers), "nonfinite" and "entries" (of what the method checked), and of each metric,
-        the loss among them, the sum over samples, or over normalizers.
+        Names, and their numbers, float64 [N]: "plain" and "weighted" (micro-batches without and
+        with a normalizer), "entries" and "nonfinite" (of what the method checked), "square" (of
+        the gradients), "wrong" (normalizers that are not positive and finite), "weight" (sum of
+        normalizers), and of each metric, the loss among them, the sum over samples, or over
+        normalizers.
     """
     counted = [(loss, part) for loss, part in losses if part.count]
-    device = losses[0][0].loss.device
-    zero = torch.zeros((), dtype=torch.float64, device=device)
-
-    def total(values: Iterable[float | Tensor]) -> Tensor:
-        return sum((torch.as_tensor(v, device=device).double() for v in values), zero)
-
-    norm = torch.nn.utils.get_total_norm(found, foreach=True) if found else zero
+    device, keys = losses[0][0].loss.device, list(losses[0][0].metrics)
     normalizers = [loss.normalizer for loss, _ in counted if loss.normalizer is not None]
-    finite = [torch.as_tensor(n, device=device).double() for n in normalizers]
-    weights = [part.count if loss.normalizer is None else loss.normalizer for loss, part in counted]
-    sums = {
-        "square": norm.to(device).double() ** 2 / replicas,
-        "plain": total([len(counted) - len(normalizers)]),
-        "weighted": total([len(normalizers)]),
-        "wrong": total(~(torch.isfinite(n) & (n > 0)) for n in finite),
-        "weight": total(normalizers),
-        "nonfinite": total(
-            loss.nonfinite_entries for loss, _ in counted if loss.nonfinite_entries is not None
-        ),
-        "entries": total([loss.entries for loss, _ in counted]),
-        "of loss": total(
-            w * loss.loss.double() for w, (loss, _) in zip(weights, counted, strict=True)
-        ),
+    host: dict[str, float] = {
+        "plain": len(counted) - len(normalizers),
+        "weighted": len(normalizers),
+        "entries": sum(loss.entries for loss, _ in counted),
     }
-    for key in losses[0][0].metrics:
-        sums[f"of {key}"] = total(
-            w * loss.metrics[key].double() for w, (loss, _) in zip(weights, counted, strict=True)
-        )
-    return sums
+    zero = torch.zeros((), dtype=torch.float64, device=device)
+    norm = torch.nn.utils.get_total_norm(found, foreach=True).to(device) if found else zero
+    sums = {
+        "square": norm.double() ** 2 / replicas,
+        "nonfinite": zero,
+        "weight": zero,
+        "wrong": zero,
+    }
+    for loss, _ in counted:
+        if loss.nonfinite_entries is not None:
+            sums["nonfinite"] = sums["nonfinite"] + loss.nonfinite_entries
+        if loss.normalizer is not None:
+            number = torch.as_tensor(loss.normalizer, dtype=torch.float64, device=device)
+            sums["weight"] = sums["weight"] + number
+            sums["wrong"] = sums["wrong"] + ~(torch.isfinite(number) & (number > 0))
+    rows = [
+        torch.stack([v.double() for v in (loss.loss, *(loss.metrics[key] for key in keys))])
+        * (part.count if loss.normalizer is None else loss.normalizer)
+        for loss, part in counted
+    ]
+    numbers = torch.cat(
+        [
+            torch.tensor(list(host.values()), dtype=torch.float64, device=device),
+            torch.stack(list(sums.values())),
+            torch.stack(rows).sum(0),
+        ]
+    )
+    return [*host, *sums, "of loss", *(f"of {key}" for key in keys)], numbers
 
 
 def check_normalizers(role: str, totals: Mapping[str, float]) -> float | None:

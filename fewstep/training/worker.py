@@ -99,7 +99,7 @@ class Worker:
         rollout = Draw(self.seed, request.cycle, request.rollout)
         size, mine = self.settings.batch_size, self.ranks.share(self.settings.batch_size)
         batch = self.batches.batch(rollout, size, mine)
-        self._clear_gradients()
+        self._clear_gradients(role)
         parts = micro_batches(size, self.ranks, self.settings.micro_batch_size)
         losses = []
         for part in parts:
@@ -111,7 +111,7 @@ class Worker:
         learning_rate = role.learning_rate
         values = self._reduce(role, losses)
         updated = self._update(role, values)
-        self._clear_gradients()
+        self._clear_gradients(role)
         values |= {"lr": learning_rate, "updates": role.successful, "skipped": role.skipped}
         outputs = concatenate_outputs(losses) if request.hands_over else {}
         done = replace(request, external={})
@@ -149,9 +149,8 @@ class Worker:
     ) -> dict[str, float]:
         """Sum over ranks what was counted on each, and finish the gradient's mean."""
         found = self.sharding.local(gradients(role))
-        sums = local_sums(losses, found, self.sharding.replicas)
-        numbers = self.ranks.sum(torch.stack(list(sums.values())))
-        totals = dict(zip(sums, numbers.tolist(), strict=True))
+        names, numbers = local_sums(losses, found, self.sharding.replicas)
+        totals = dict(zip(names, self.ranks.sum(numbers).tolist(), strict=True))
         weight = check_normalizers(role.name, totals)
         if weight is not None:
             scale(found, 1 / weight)
@@ -164,9 +163,9 @@ class Worker:
             )
         return values
 
-    def _clear_gradients(self) -> None:
-        """Of all roles: where their tensors lie in one row, each gets a gradient."""
-        for role in self.roles.values():
+    def _clear_gradients(self, trained: Role) -> None:
+        """Of the role; of all where their tensors lie in one row, and each gets a gradient."""
+        for role in self.roles.values() if self.sharding.zeros_for_none else (trained,):
             for parameter in role.tensors:
                 parameter.grad = None
 
