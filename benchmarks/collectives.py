@@ -1,14 +1,23 @@
 """Collectives of a cycle under FSDP2, as torch's profiler records them, and the least possible."""
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from rich.table import Table
 from torch.autograd.profiler_util import FunctionEvent
 from torch.profiler import ProfilerActivity, profile
 
 from benchmarks.ranks import on_ranks
-from benchmarks.scaling_model import Plan, cycle_passes, gathers, scatters, scoring_passes
+from benchmarks.scaling_model import (
+    Network,
+    Plan,
+    cycle_passes,
+    gathered_bytes,
+    gathers,
+    scattered_bytes,
+    scatters,
+    scoring_passes,
+)
 from benchmarks.setup import digits_worker
 from fewstep.diffusion.draw import Draw
 from fewstep.parallel.ranks import Ranks
@@ -60,12 +69,17 @@ class Traffic:
 
 @dataclass(frozen=True)
 class Found:
-    """What a case gave."""
+    """What a case gave.
+
+    Attributes:
+        measured: by the profiler.
+        least: what is possible.
+        predicted: by the model of `docs/scaling.md`.
+    """
 
     measured: Traffic
     least: Traffic
-    units: int
-    passes: float
+    predicted: Traffic
 
 
 def measure_all(ranks: Ranks, cases: Mapping[str, tuple[str, tuple[str, ...]]]) -> dict[str, Found]:
@@ -80,10 +94,7 @@ def measure(ranks: Ranks, storage: str, changes: Sequence[str]) -> Found:
     run_cycle(worker, CYCLE - 1, k, settings)
     with profile(activities=[ProfilerActivity.CPU], record_shapes=True) as recorded:
         run_cycle(worker, CYCLE, k, settings)
-    plan = plan_of(worker)
-    student, fakes = exits(worker, CYCLE)
-    passes = cycle_passes(student, fakes, plan)
-    return Found(counted(recorded.events()), least(worker), len(unit_sizes(worker)), passes)
+    return Found(counted(recorded.events()), least(worker), predicted(worker))
 
 
 def counted(events: Sequence[FunctionEvent]) -> Traffic:
@@ -139,6 +150,23 @@ def least(worker: Worker) -> Traffic:
         reduces=scatters(len(units), plan) if replicated else 0,
         small=phases,
         small_bytes=8 * phases * 2,  # the loss and the gradients' norm
+    )
+
+
+def predicted(worker: Worker) -> Traffic:
+    """What the model of `docs/scaling.md` says of a cycle of this worker."""
+    plan, (student, fakes) = plan_of(worker), exits(worker, CYCLE)
+    units = unit_sizes(worker)
+    base, adapter = sum(u["base"] for u in units), sum(u["adapter"] for u in units)
+    plan = replace(plan, lora_share=adapter / base)
+    network = Network(base, len(units), largest_unit=max(u["base"] for u in units))
+    passes = cycle_passes(student, fakes, plan)
+    return replace(
+        least(worker),
+        gathers=int(gathers(len(units), passes, plan)),
+        gathered=round(gathered_bytes(network, passes, plan)),
+        scatters=scatters(len(units), plan),
+        scattered=round(scattered_bytes(network, plan)),
     )
 
 
@@ -219,3 +247,14 @@ def run() -> Table:
         )
         table.add_row(title, *(f"{a} / {b}" for a, b in pairs), why(title, found))
     return table
+
+
+def markdown_row(title: str, found: Found) -> str:
+    """A row of the table in `docs/scaling.md`: predicted and measured."""
+    p, m = found.predicted, found.measured
+    pairs = ((p.gathers, m.gathers), (p.scatters, m.scatters), (p.reduces, m.reduces))
+    counts = [f"{a} / {b}" for a, b in pairs]
+    sizes = ((p.gathered, m.gathered), (p.scattered, m.scattered))
+    kib = [f"{a / 1024:.0f} / {b / 1024:.0f}" for a, b in sizes]
+    ratios = f"{m.gathered / p.gathered:.4f}"
+    return f"| {title} | {counts[0]} | {kib[0]} | {ratios} | {counts[1]} | {kib[1]} | {counts[2]} |"

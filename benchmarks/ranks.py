@@ -14,10 +14,6 @@ import torch.multiprocessing as multiprocessing
 
 from fewstep.parallel.ranks import CPU, Ranks, join, leave
 
-# Of glibc: blocks of this size and more are mapped one by one and given back when freed, so that
-# the process's resident memory is what its tensors take.
-GIVE_BACK_MEMORY = {"MALLOC_MMAP_THRESHOLD_": "65536", "MALLOC_TRIM_THRESHOLD_": "65536"}
-
 
 def on_ranks(function: Callable[..., Any], *args: Any, size: int = 2) -> list[Any]:
     """Call `function(ranks, *args)` in `size` new processes; what each of them returns.
@@ -27,7 +23,7 @@ def on_ranks(function: Callable[..., Any], *args: Any, size: int = 2) -> list[An
         args: its arguments after the ranks.
         size: how many processes, each with one thread.
     """
-    os.environ |= {"OMP_NUM_THREADS": "1", **GIVE_BACK_MEMORY}
+    os.environ["OMP_NUM_THREADS"] = "1"
     with tempfile.TemporaryDirectory() as folder:
         multiprocessing.spawn(_on_rank, (size, folder, function, args), nprocs=size)
         return [pickle.loads((Path(folder) / str(rank)).read_bytes()) for rank in range(size)]

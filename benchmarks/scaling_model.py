@@ -1,4 +1,4 @@
-"""Memory, communication and compute of a cycle on paper; `docs/scaling.md` explains it.
+"""Memory and communication of a cycle on paper; `docs/scaling.md` explains it.
 
 Numbers are per rank unless their names say otherwise. Nothing here needs torch.
 """
@@ -50,6 +50,7 @@ class Plan:
         shard_size: F, ranks that share one copy of the weights (W: no hybrid sharding).
         batch: B, samples of a rank in a phase.
         micro_batches: of a rank in a phase.
+        reduce_each: whether gradients are reduced after each of them, and not after the last.
         steps: S, of the student.
         fake_updates: K.
         guided: whether the teacher is called twice.
@@ -64,6 +65,7 @@ class Plan:
     shard_size: int
     batch: int = 1
     micro_batches: int = 1
+    reduce_each: bool = False
     steps: int = 4
     fake_updates: int = 5
     guided: bool = True
@@ -80,31 +82,6 @@ class Plan:
     def trained_share(self) -> float:
         """Parameters that one phase trains, over N."""
         return 1.0 if self.storage == "independent" else self.lora_share
-
-
-@dataclass(frozen=True)
-class Machine:
-    """GPUs and links.
-
-    Attributes:
-        gpus_a_node: joined by the fast link.
-        memory: bytes of a GPU.
-        fast_link: bytes a second and direction within a node, of a GPU.
-        network: bytes a second and direction between nodes, of a GPU.
-        link_efficiency: share of these that collectives reach.
-        step_seconds: latency of one step of a ring.
-        flops: a second, of a GPU, in the compute type.
-        utilisation: share of these that the network reaches.
-    """
-
-    gpus_a_node: int
-    memory: float
-    fast_link: float
-    network: float
-    link_efficiency: float
-    step_seconds: float
-    flops: float
-    utilisation: float
 
 
 # --- passes -------------------------------------------------------------------------------------
@@ -159,14 +136,19 @@ def gathered_bytes(network: Network, passes: float, plan: Plan) -> float:
     return passes * plan.micro_batches * whole
 
 
+def reductions(plan: Plan) -> int:
+    """How often a cycle reduces the gradients of a unit: once a phase, or a micro-batch."""
+    return (1 + plan.fake_updates) * (plan.micro_batches if plan.reduce_each else 1)
+
+
 def scatters(units: int, plan: Plan) -> int:
-    """Reduce-scatters: one for each unit and phase, after the phase's last micro-batch."""
-    return units * (1 + plan.fake_updates)
+    """Reduce-scatters: each reduces the gradients of one unit."""
+    return units * reductions(plan)
 
 
 def scattered_bytes(network: Network, plan: Plan) -> float:
     """Bytes that go into the reduce-scatters, in float32; a rank sends (F-1)/F of them."""
-    return (1 + plan.fake_updates) * network.parameters * plan.trained_share * MASTER_BYTES
+    return reductions(plan) * network.parameters * plan.trained_share * MASTER_BYTES
 
 
 def replica_bytes(network: Network, plan: Plan) -> float:
@@ -192,7 +174,7 @@ def optimizer_bytes(network: Network, plan: Plan) -> float:
 def gradient_bytes(network: Network, plan: Plan) -> float:
     """Gradients of the role in training: shards, or whole while micro-batches add up."""
     whole = network.parameters * plan.trained_share * MASTER_BYTES
-    return whole / plan.shard_size if plan.micro_batches == 1 else whole
+    return whole / plan.shard_size if plan.micro_batches == 1 or plan.reduce_each else whole
 
 
 def unit_bytes(network: Network, plan: Plan) -> float:
@@ -220,56 +202,3 @@ def memory_bytes(network: Network, plan: Plan) -> float:
     """All of the above at once: the highest point of the backward pass."""
     parts = (weight_bytes, optimizer_bytes, gradient_bytes, unit_bytes, activation_bytes)
     return sum(part(network, plan) for part in parts)
-
-
-# --- time ---------------------------------------------------------------------------------------
-
-
-def forward_equivalents(plan: Plan) -> float:
-    """Compute of a cycle in forward passes of one sample.
-
-    A backward pass is two of them; one where the base is frozen, since most weights need no
-    gradient; and one more where blocks are recomputed. Fused scoring computes as much as separate.
-    """
-    backward = (2 if plan.storage == "independent" else 1) + plan.recompute
-    student = plan.mean_exit + 1 + backward + scoring_passes("separate", plan.guided)
-    fake = plan.mean_exit + 1 + 1 + backward
-    return student + plan.fake_updates * fake
-
-
-def compute_seconds(network: Network, plan: Plan, machine: Machine) -> float:
-    """Time of a cycle's arithmetic."""
-    work = forward_equivalents(plan) * plan.batch * network.flops
-    return work / (machine.flops * machine.utilisation)
-
-
-def ring_seconds(bytes_: float, calls: float, group: int, machine: Machine) -> float:
-    """Time of all-gathers or reduce-scatters on rings through a group of consecutive ranks.
-
-    Every byte crosses every link once. Where the group leaves the node, as many rings as the node
-    has GPUs share its network cards, one each: together they carry gpus_a_node times one card.
-    """
-    rate = machine.fast_link
-    if group > machine.gpus_a_node:
-        rate = min(rate, machine.gpus_a_node * machine.network)
-    moved = bytes_ * (group - 1) / group
-    return moved / (rate * machine.link_efficiency) + calls * (group - 1) * machine.step_seconds
-
-
-def replica_seconds(network: Network, plan: Plan, calls: float, machine: Machine) -> float:
-    """Time of the all-reduces between replicas: a ring twice, each GPU through its own card."""
-    replicas = plan.ranks // plan.shard_size
-    inside = plan.ranks <= machine.gpus_a_node
-    rate = (machine.fast_link if inside else machine.network) * machine.link_efficiency
-    moved = 2 * replica_bytes(network, plan) * (replicas - 1) / replicas
-    return moved / rate + 2 * calls * (replicas - 1) * machine.step_seconds
-
-
-def communication_seconds(network: Network, plan: Plan, machine: Machine) -> float:
-    """Time of a cycle's collectives if nothing else went on; L + 1 units."""
-    units, passes = network.blocks + 1, expected_passes(plan)
-    gathering = gathered_bytes(network, passes, plan)
-    calls = gathers(units, passes, plan) + scatters(units, plan)
-    whole = gathering + scattered_bytes(network, plan)
-    rings = ring_seconds(whole, calls, plan.shard_size, machine)
-    return rings + replica_seconds(network, plan, scatters(units, plan), machine)

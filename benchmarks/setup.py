@@ -48,17 +48,31 @@ def digits_worker(
 def alternate(
     first: Callable[[], None], second: Callable[[], None], rounds: int
 ) -> tuple[float, float, float]:
-    """Time two things in turns: median seconds of each, and the median ratio first / second.
+    """Time two things in turns: median seconds of each, and the median ratio first / second."""
+    return alternate_by((time.perf_counter,), first, second, rounds)[0]
+
+
+def alternate_by(
+    clocks: Sequence[Callable[[], float]],
+    first: Callable[[], None],
+    second: Callable[[], None],
+    rounds: int,
+) -> list[tuple[float, float, float]]:
+    """What `alternate` gives, by several clocks at once.
 
     The order changes every round, so that a drift of the machine's speed hits both alike.
     """
-    times: tuple[list[float], list[float]] = ([], [])
+    times: list[tuple[list[float], list[float]]] = [([], []) for _ in clocks]
     for round_number in range(rounds + 1):
         order = ((0, first), (1, second)) if round_number % 2 else ((1, second), (0, first))
         for index, function in order:
-            began = time.perf_counter()
+            began = [clock() for clock in clocks]
             function()
             if round_number > 0:  # the first round warms up
-                times[index].append(time.perf_counter() - began)
-    ratios = [a / b for a, b in zip(*times, strict=True)]
-    return statistics.median(times[0]), statistics.median(times[1]), statistics.median(ratios)
+                for pair, clock, start in zip(times, clocks, began, strict=True):
+                    pair[index].append(clock() - start)
+    found = []
+    for one, other in times:
+        ratios = [a / b for a, b in zip(one, other, strict=True)]
+        found.append((statistics.median(one), statistics.median(other), statistics.median(ratios)))
+    return found
