@@ -4,10 +4,9 @@ from __future__ import annotations
 
 import inspect
 from pathlib import Path as FilePath
-from typing import Annotated, ClassVar, Literal, cast, final
+from typing import Annotated, Any, ClassVar, Literal, cast, final
 
 import torch
-from diffusers.models.transformers.dit_transformer_2d import DiTTransformer2DModel
 from pydantic import Field, ValidationError, model_validator
 from torch import Tensor, nn
 
@@ -23,6 +22,13 @@ from fewstep.models.model import Condition, Model, Pretrained
 from fewstep.settings import Settings
 
 Positive = Annotated[int, Field(gt=0)]
+
+
+def network_class() -> Any:
+    """Diffusers' class. It takes seconds to import, and recipes are checked without it."""
+    from diffusers.models.transformers.dit_transformer_2d import DiTTransformer2DModel
+
+    return DiTTransformer2DModel
 
 
 @final
@@ -80,7 +86,7 @@ class DiTSettings(Settings):
                 the size given here.
         """
         config = read_network_config(directory, "DiTTransformer2DModel")
-        defaults = inspect.signature(DiTTransformer2DModel.__init__).parameters
+        defaults = inspect.signature(network_class().__init__).parameters
         size = {key: config.pop(key) for key in DiTNetwork.model_fields if key in config}
         odd = {k: v for k, v in config.items() if k in defaults and v != defaults[k].default}
         if odd.get("out_channels") == size.get("in_channels"):
@@ -138,11 +144,11 @@ class DiT(Model):
 
     def build_network(self) -> nn.Module:
         """A new network, in eval mode (train mode would drop labels by a global generator)."""
-        return cast(nn.Module, DiTTransformer2DModel(**self.config.model_dump()).eval())
+        return cast(nn.Module, network_class()(**self.config.model_dump()).eval())
 
     def load_network(self, directory: FilePath) -> nn.Module:
         """Weights of a directory that diffusers wrote."""
-        return load_diffusers_network(DiTTransformer2DModel, directory)
+        return load_diffusers_network(network_class(), directory)
 
     def open_network(self, directory: FilePath) -> Pretrained:
         """See `Model.open_network`."""

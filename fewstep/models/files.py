@@ -7,7 +7,6 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, final
 
-from accelerate import init_empty_weights
 from safetensors import SafetensorError, safe_open
 from torch import Tensor, nn
 
@@ -103,6 +102,8 @@ def open_diffusers_network(make_network: Callable[[], nn.Module], directory: Pat
     Raises:
         UserError: where a file is missing, truncated, or its keys do not fit.
     """
+    from accelerate import init_empty_weights
+
     files = sorted(directory.glob("*.safetensors"))
     if not files:
         raise UserError(f"{directory} holds no .safetensors weights")

@@ -8,12 +8,9 @@ from abc import ABC, abstractmethod
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import partial
-from typing import Annotated, Literal, NoReturn, cast, final
+from typing import TYPE_CHECKING, Annotated, Literal, NoReturn, cast, final
 
 import torch
-from peft import LoraConfig, inject_adapter_in_model
-from peft.tuners.lora.layer import Embedding, LoraLayer
-from peft.tuners.tuners_utils import BaseTunerLayer
 from pydantic import Field
 from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
@@ -21,6 +18,10 @@ from torch.utils.hooks import RemovableHandle
 from fewstep.errors import UserError
 from fewstep.models.model import Model
 from fewstep.settings import Settings
+
+if TYPE_CHECKING:  # it takes seconds to import, and recipes are checked without it
+    from peft import LoraConfig
+    from peft.tuners.lora.layer import LoraLayer
 
 StorageKind = Literal["independent", "shared_base"]
 ADAPTABLE = (nn.Linear, nn.Conv1d, nn.Conv2d, nn.Conv3d, nn.Embedding)
@@ -151,6 +152,9 @@ class SharedBase(Storage):
 
     def __init__(self, base: nn.Module, adapters: Sequence[str], lora: LoraConfig) -> None:
         """Inject one adapter a role into `base`, all starting as copies of the first."""
+        from peft import inject_adapter_in_model
+        from peft.tuners.lora.layer import LoraLayer
+
         self.adapters = tuple(adapters)
         base.requires_grad_(False)
         frozen = {id(p) for p in base.parameters()}
@@ -192,6 +196,8 @@ class SharedBase(Storage):
 
     def plain_network(self, role: str) -> nn.Module:
         """A copy of the base with the role's adapter merged into it."""
+        from peft.tuners.tuners_utils import BaseTunerLayer
+
         network = copy.deepcopy(self.networks["base"])
         adapter = self.adapter(role)
         layers = [(n, m) for n, m in network.named_modules() if isinstance(m, BaseTunerLayer)]
@@ -263,13 +269,13 @@ def add_adapters(
             f"lora.targets, or use 'separate'"
         )
     for part, adapter in parts:
-        output[part].add_(adapter_term(cast(LoraLayer, layer), adapter, x[part]))
+        output[part].add_(adapter_term(cast("LoraLayer", layer), adapter, x[part]))
 
 
 def adapter_term(layer: LoraLayer, adapter: str, x: Tensor) -> Tensor:
     """What an adapter adds to the output of its layer: scale * B A x."""
     scale = layer.scaling[adapter]
-    if isinstance(layer, Embedding):
+    if adapter in layer.lora_embedding_A:
         rows = nn.functional.embedding(x, layer.lora_embedding_A[adapter].T)
         term: Tensor = rows @ layer.lora_embedding_B[adapter].T * scale
     else:
@@ -331,6 +337,8 @@ def build_shared_base(
     Raises:
         UserError: where a target matches nothing, naming it.
     """
+    from peft import LoraConfig
+
     targets = settings.targets if settings.targets is not None else model.lora_targets
     check_targets(base, targets)
     lora = LoraConfig(r=settings.rank, lora_alpha=settings.alpha, target_modules=list(targets))
