@@ -17,6 +17,7 @@ from fewstep.checkpoint import (
     complete_checkpoints,
     latest_checkpoint,
     load_checkpoint,
+    load_network,
     read_best,
 )
 from fewstep.config import Recipe, load_recipe
@@ -26,11 +27,12 @@ from fewstep.errors import UserError
 from fewstep.methods.method import Method, SamplerSpec
 from fewstep.models import ModelSettings
 from fewstep.models.dit import DiTSettings
-from fewstep.models.model import Model, Pretrained, pretrained
+from fewstep.models.model import Model, Pretrained, empty_network, pretrained
+from fewstep.parallel.materialize import Filler
 from fewstep.parallel.ranks import SINGLE, Ranks
 from fewstep.parallel.settings import LaunchSettings, ParallelSettings
 from fewstep.parallel.sharding import Replicated, Sharding, build_sharding, spread
-from fewstep.roles.role import Roles
+from fewstep.roles.role import Roles, mark_trained
 from fewstep.roles.storage import Storage, build_independent, build_shared_base
 from fewstep.sampling import Samples, balanced_labels, cpu_threads, sample_role
 from fewstep.training.worker import Worker
@@ -188,20 +190,49 @@ def resolve_recipe(recipe: Recipe, resumed: Recipe | None = None) -> Recipe:
     return recipe.model_copy(update={"model": settings})
 
 
-def load_weights(recipe: Recipe, model: Model) -> Pretrained:
-    """The network that a run starts from: the weights of the recipe, or new ones by its seed."""
+def load_weights(recipe: Recipe, model: Model, ranks: Ranks = SINGLE) -> Pretrained:
+    """The network that a run starts from: the weights of the recipe, or new ones by its seed.
+
+    Only rank 0 reads them, or makes new ones; the others know the structure.
+    """
     source = recipe.model.weights
-    if source is None:
+    if source is None or is_run_directory(Path(source)):
+        if not ranks.first:
+            return Pretrained(empty_network(model.build_network), {})
+        if source is not None:
+            return pretrained(open_network(Path(source), model))
         with seeded(recipe.seed, "network"):
             return pretrained(model.build_network())
-    if is_run_directory(Path(source)):
-        if not complete_checkpoints(Path(source)):
-            raise UserError(
-                f"model.weights: the run {source} has no complete checkpoint yet; train it first"
-            )
-        teacher = open_result(source, model)
-        return pretrained(teacher.roles.storage.plain_network(teacher.result_role))
     return model.open_network(Path(source))
+
+
+def open_network(directory: Path, model: Model) -> nn.Module:
+    """The network that a run has trained, whole and plain; nothing else of the run is read.
+
+    Raises:
+        UserError: where there is no complete checkpoint, or it is damaged.
+    """
+    if not complete_checkpoints(directory):
+        raise UserError(
+            f"model.weights: the run {directory} has no complete checkpoint yet; train it first"
+        )
+    recipe, checkpoint = load_recipe(directory / RECIPE), result_checkpoint(directory)
+    with seeded(recipe.seed, "roles"):
+        storage = build_storage(recipe, model, empty_network(model.build_network))
+    role = sampled_role(recipe.roles)
+    name = storage.network_of(role)
+    network = storage.networks[name]
+    filler = Filler(SINGLE, getattr(torch, recipe.runtime.dtype), None, storage.source_key)
+    Replicated().shard(storage, name, model.blocks, filler)
+    load_network(checkpoint, name, storage.tensors[name])
+    storage.networks = {name: network}
+    return storage.plain_network(role)
+
+
+def result_checkpoint(directory: Path) -> Path:
+    """The best checkpoint, or the latest where the run was never validated."""
+    validated = read_best(directory) is not None
+    return best_checkpoint(directory) if validated else latest_checkpoint(directory)
 
 
 def build_worker(
@@ -229,11 +260,10 @@ def build_worker(
     dtype = getattr(torch, recipe.runtime.dtype)
     compute = recipe.runtime.compute_dtype
     compute_dtype = getattr(torch, compute) if compute is not None else None
-    structure = (
-        teacher.network if teacher is not None else pretrained(model.build_network()).network
-    )
+    structure = teacher.network if teacher is not None else empty_network(model.build_network)
     with seeded(recipe.seed, "roles"):
         storage = build_storage(recipe, model, structure)
+    mark_trained(storage, recipe.roles, recipe.optimizers.by_role())
     sharding = build_sharding(recipe.parallel, ranks, compute_dtype)
     spread(
         storage,

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Container, Sequence
 from typing import Annotated, Any, Literal, final
 
 import torch
@@ -60,7 +60,7 @@ def build_evaluator(dataset: Dataset, features: FeatureKind, data_name: str) -> 
     return Evaluator(dataset.samples, dataset.labels, network)
 
 
-def sampled_role(roles: Roles) -> str:
+def sampled_role(roles: Container[str]) -> str:
     """The role that stands for the result: student_ema where there is one."""
     return STUDENT_EMA if STUDENT_EMA in roles else STUDENT
 

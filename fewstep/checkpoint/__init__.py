@@ -24,7 +24,7 @@ from fewstep.checkpoint.directory import (
     remove_leftovers,
     write_best,
 )
-from fewstep.checkpoint.load import load_checkpoint
+from fewstep.checkpoint.load import load_checkpoint, load_network
 from fewstep.checkpoint.manifest import read_manifest, read_state, verify_checkpoint
 from fewstep.checkpoint.save import save_checkpoint
 from fewstep.checkpoint.saver import CheckpointSettings, Saver
@@ -45,6 +45,7 @@ __all__ = [
     "is_complete",
     "latest_checkpoint",
     "load_checkpoint",
+    "load_network",
     "prune_checkpoints",
     "read_best",
     "read_manifest",

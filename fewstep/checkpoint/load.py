@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from fewstep.checkpoint.manifest import read_state, verify_checkpoint
 from fewstep.checkpoint.peers import Peers
@@ -59,6 +60,23 @@ def load_checkpoint(
     except OSError as error:
         raise UserError(f"{checkpoint} cannot be read: {error}") from error
     return {**state, **{section: target[section] for section in SECTIONS}}
+
+
+def load_network(checkpoint: Path, name: str, into: Mapping[str, Tensor]) -> None:
+    """Read one network of a checkpoint in place, in one process.
+
+    Raises:
+        UserError: naming the file that is missing, extra or damaged, or the tensor that does not
+            fit.
+    """
+    peers = Peers(SINGLE)
+    verify_checkpoint(checkpoint, peers)
+    names: dict[str, list[str]] = {"networks": [name], "optimizers": []}
+    prefix = f"networks/{name}/"
+    found = {p: s for p, s in saved_tensors(checkpoint / TENSORS).items() if p.startswith(prefix)}
+    target = {"networks": {name: into}, "optimizers": {}}
+    check_fit(nest(found, names), target)
+    read_tensors(checkpoint / TENSORS, flatten(target), peers)
 
 
 def check_fit(

@@ -109,14 +109,7 @@ def train_in_process(
     """The body of `train`, with the threads set."""
     ranks = join_ranks(recipe)
     directory = Path(recipe.run_dir)
-    if ranks.first:
-        with saving(directory):
-            lock.check()
-    resume = ranks.tell(is_resumed(directory, resuming))
-    check_directory(directory, resume)
-    if ranks.first and resume:
-        with saving(directory):
-            lock.acquire()
+    resume = ranks.tell(look_at_directory(directory, resuming, lock) if ranks.first else False)
     recipe = resolve_recipe(recipe, resumed_recipe(directory) if resume else None)
     model = model or recipe.model.build()
     recipe.method.build().check(model)
@@ -125,7 +118,7 @@ def train_in_process(
     if dataset is None and (recipe.data.name == "custom" or recipe.validation is not None):
         raise UserError("data: the recipe needs a data set; pass it as train(recipe, data=...)")
     with reporting("model: the network cannot be built"):
-        teacher = None if resume else load_weights(recipe, model)
+        teacher = None if resume else load_weights(recipe, model, ranks)
         worker = build_worker(recipe, model, dataset, teacher, ranks)
     check_network(worker.roles, recipe.seed)
     start = restore(directory, recipe, worker) if resume else 0
@@ -155,6 +148,22 @@ def train_in_process(
     finally:
         metrics.close()
     return Run(directory, recipe, worker, done, cycles_run=done - start)
+
+
+def look_at_directory(directory: Path, resuming: Resume, lock: RunLock) -> bool:
+    """Whether the run is gone on with; rank 0 alone looks, others may see an older listing.
+
+    Raises:
+        UserError: unless it can be started, or gone on with.
+    """
+    with saving(directory):
+        lock.check()
+    resume = is_resumed(directory, resuming)
+    check_directory(directory, resume)
+    if resume:
+        with saving(directory):
+            lock.acquire()
+    return resume
 
 
 def join_ranks(recipe: Recipe) -> Ranks:

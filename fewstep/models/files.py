@@ -11,7 +11,7 @@ from safetensors import SafetensorError, safe_open
 from torch import Tensor, nn
 
 from fewstep.errors import UserError
-from fewstep.models.model import Pretrained
+from fewstep.models.model import Pretrained, empty_network
 
 
 def read_network_config(directory: Path, class_name: str) -> dict[str, Any]:
@@ -102,14 +102,11 @@ def open_diffusers_network(make_network: Callable[[], nn.Module], directory: Pat
     Raises:
         UserError: where a file is missing, truncated, or its keys do not fit.
     """
-    from accelerate import init_empty_weights
-
     files = sorted(directory.glob("*.safetensors"))
     if not files:
         raise UserError(f"{directory} holds no .safetensors weights")
     weights = SafetensorsWeights(files)
-    with init_empty_weights(include_buffers=False):
-        network = make_network().eval()
+    network = empty_network(make_network)
     state = network.state_dict()
     missing, extra = sorted(state.keys() - weights.keys()), sorted(weights.keys() - state.keys())
     if missing or extra:

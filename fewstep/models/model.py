@@ -33,6 +33,14 @@ class Pretrained:
     weights: Mapping[str, Tensor]
 
 
+def empty_network(make_network: Callable[[], nn.Module]) -> nn.Module:
+    """A network in eval mode whose parameters take no memory; buffers have their values."""
+    from accelerate import init_empty_weights
+
+    with init_empty_weights(include_buffers=False):
+        return make_network().eval()
+
+
 def pretrained(network: nn.Module) -> Pretrained:
     """A network in memory, taken apart."""
     memo: dict[int, object] = {

@@ -6,7 +6,7 @@ along; names of parameters stay as they are.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable
 from functools import partial
 from typing import Any
 
@@ -15,7 +15,7 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 
-def recompute_in_backward(blocks: Sequence[nn.Module]) -> None:
+def recompute_in_backward(blocks: Iterable[nn.Module]) -> None:
     """Keep only the input of each block for the backward pass (Chen et al., arXiv 1604.06174)."""
     for block in blocks:
         block.forward = partial(_recomputed, block.forward)

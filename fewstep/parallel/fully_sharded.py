@@ -27,6 +27,7 @@ from torch.distributed.fsdp import (
 from torch.distributed.fsdp import FullyShardedDataParallel as FSDP1
 from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
 
+from fewstep.errors import UserError
 from fewstep.parallel.materialize import Filler
 from fewstep.parallel.ranks import Ranks, gather_rows
 from fewstep.parallel.settings import ParallelSettings
@@ -42,6 +43,30 @@ def build_mesh(ranks: Ranks, shard_size: int | None) -> DeviceMesh:
     if size == ranks.size:
         return init_device_mesh(kind, (size,), mesh_dim_names=("shard",))
     return init_device_mesh(kind, (ranks.size // size, size), mesh_dim_names=("replicate", "shard"))
+
+
+def check_shardable(network: nn.Module, kind: str) -> None:
+    """Raise UserError where a network has what cannot be cut into shards."""
+    for key, parameter in network.named_parameters():
+        if parameter.ndim == 0:
+            raise UserError(
+                f"parallel.kind: {kind!r} cannot cut {key!r} into shards, which is a single "
+                f"number; give it the shape (1,), or take 'none' or 'ddp'"
+            )
+
+
+def separate_blocks(network: nn.Module, blocks: Blocks) -> dict[str, nn.Module]:
+    """The blocks that share no parameter with the rest; the others are left to the root."""
+    found = blocks(network)
+    names: dict[int, list[str]] = {}
+    for key, parameter in network.named_parameters(remove_duplicate=False):
+        names.setdefault(id(parameter), []).append(key)
+    shared = [keys for keys in names.values() if len(keys) > 1]
+    return {
+        path: block
+        for path, block in found.items()
+        if all(len({key.startswith(f"{path}.") for key in keys}) == 1 for keys in shared)
+    }
 
 
 @final
@@ -69,7 +94,8 @@ class FullySharded2(Sharding):
     def shard(self, storage: Storage, name: str, blocks: Blocks, filler: Filler) -> None:
         """See `Sharding.shard`."""
         network = storage.networks[name]
-        for path, block in blocks(network).items():
+        check_shardable(network, "fsdp2")
+        for path, block in separate_blocks(network, blocks).items():
             filler.fill(block, f"{path}.")
             fully_shard(block, **self._options)
             filler.close(block)
@@ -149,11 +175,12 @@ class FullySharded1(Sharding):
     def shard(self, storage: Storage, name: str, blocks: Blocks, filler: Filler) -> None:
         """See `Sharding.shard`."""
         network = storage.networks[name]
+        check_shardable(network, "fsdp1")
         with warnings.catch_warnings():
             # It warns of what is meant here: frozen and trained weights in one row.
             warnings.filterwarnings("ignore", module=r"torch\.distributed\.fsdp")
             warnings.filterwarnings("ignore", message=".*FSDP.*")
-            for path, block in blocks(network).items():
+            for path, block in separate_blocks(network, blocks).items():
                 filler.fill(block, f"{path}.")
                 self._remember_shapes(block)
                 wrapped = FSDP1(block, **self._options)
@@ -246,7 +273,7 @@ class FullySharded1(Sharding):
 def _named_tensors(network: nn.Module) -> dict[str, Tensor]:
     """Parameters and persistent buffers of a wrapped network by their names without wrappers."""
     found: dict[str, Tensor] = {}
-    for path, module in network.named_modules():
+    for path, module in network.named_modules(remove_duplicate=False):
         start = "".join(f"{part}." for part in path.split(".") if part and part != WRAPPER)
         for key, tensor in (*module._parameters.items(), *module._buffers.items()):
             if (

@@ -188,7 +188,7 @@ def spread(
     """
     for name, network in storage.networks.items():
         if recompute:
-            recompute_in_backward(list(blocks(network).values()))
+            recompute_in_backward(dict.fromkeys(blocks(network).values()))
         if compute_dtype is not None:
             compute_in(network, compute_dtype, sharding.ranks.device.type)
         filler = Filler(sharding.ranks, dtype, weights, storage.source_key)

@@ -64,9 +64,13 @@ class OptimizerSettings(Settings):
     schedule: ScheduleSettings = ScheduleSettings()
     unused_parameters: tuple[str, ...] = Field(
         (),
-        description="parts of names of parameters that the network never uses, and that "
-        "therefore get no gradient; any other parameter without one is an error",
+        description="parts of names of parameters that the network never uses: they are left as "
+        "they are; any other parameter without a gradient is an error",
     )
+
+    def trains(self, key: str) -> bool:
+        """Whether the parameter of that name is trained."""
+        return not any(part in key for part in self.unused_parameters)
 
     def build(self, parameters: Iterable[nn.Parameter]) -> torch.optim.AdamW:
         """A fused AdamW: one kernel for all tensors, on the CPU too."""

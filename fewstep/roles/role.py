@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import final
@@ -141,13 +141,13 @@ class Roles(Mapping[str, Role]):
         self.dtype = dtype
         self._align = align
         self._active: str | Each | None = None
+        mark_trained(storage, names, optimizers)
         self._roles = {n: self._build_role(n, optimizers.get(n)) for n in names}
         self._check_disjoint()
 
     def _build_role(self, name: str, settings: OptimizerSettings | None) -> Role:
         parameters = self.storage.parameters(name)
         for parameter in parameters.values():
-            parameter.requires_grad_(settings is not None)
             if settings is None and name == STUDENT_EMA and parameter.element_size() < 4:
                 parameter.data = parameter.data.float()
         role = Role(
@@ -156,7 +156,7 @@ class Roles(Mapping[str, Role]):
         if settings is not None:
             if not parameters:
                 raise UserError(f"optimizers.{name}: the role {name!r} owns nothing to train")
-            role.optimizer = settings.build(parameters.values())
+            role.optimizer = settings.build(p for k, p in parameters.items() if settings.trains(k))
         return role
 
     def _check_disjoint(self) -> None:
@@ -278,8 +278,7 @@ class Roles(Mapping[str, Role]):
         role = self._roles[active]
         # A rank that holds no part of a tensor has no gradient of it either.
         missing = [k for k, p in role.parameters.items() if p.grad is None and p.numel() > 0]
-        unused = role.settings.unused_parameters if role.settings is not None else ()
-        missing = [k for k in missing if not any(part in k for part in unused)]
+        missing = [k for k in missing if role.settings is None or role.settings.trains(k)]
         if missing:
             raise TrainingError(
                 f"the backward pass of {active} gave no gradient to {len(missing)} of its "
@@ -298,6 +297,28 @@ class Roles(Mapping[str, Role]):
         current, average = self._align(student.tensors, self._roles[STUDENT_EMA].tensors)
         ema_update(average, current, self.ema.decay)
         self.ema_updates += 1
+
+
+def mark_trained(
+    storage: Storage, names: Iterable[str], optimizers: Mapping[str, OptimizerSettings]
+) -> None:
+    """Let gradients be computed for the parameters that are trained, and for no others.
+
+    Sharding must know it: it is called before the networks are spread, too.
+
+    Raises:
+        UserError: where `unused_parameters` names what does not exist.
+    """
+    for name in names:
+        settings, parameters = optimizers.get(name), storage.parameters(name)
+        for key, parameter in parameters.items():
+            parameter.requires_grad_(settings is not None and settings.trains(key))
+        for part in settings.unused_parameters if settings is not None else ():
+            if not any(part in key for key in parameters):
+                raise UserError(
+                    f"optimizers.{name}.unused_parameters: {part!r} is part of no name of a "
+                    f"parameter; there are {_some(list(parameters))}"
+                )
 
 
 def gradients_of(role: Role) -> dict[str, Tensor]:

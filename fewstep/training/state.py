@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from fewstep.errors import UserError
+from fewstep.errors import TrainingError, UserError
 from fewstep.parallel.sharding import Sharding
 from fewstep.roles.role import Role, Roles
 from fewstep.roles.storage import Storage
@@ -136,7 +136,14 @@ def optimizer_tensors(role: Role, sharding: Sharding) -> dict[str, Tensor]:
         if step == 0:
             continue
         for entry in MOMENTS:
-            part = state[parameter].get(entry, parameter.new_empty(0))
+            part = state[parameter].get(entry)
+            if part is None:
+                if parameter.numel() > 0:
+                    raise TrainingError(
+                        f"the optimizer of {role.name} has moments of {key} on some ranks only: "
+                        f"not every rank's samples use it"
+                    )
+                part = parameter.new_empty(0)
             found[f"{key}/{entry}"] = sharding.saved(parameter, part)
         found[f"{key}/step"] = step.clone()
     return found

@@ -106,8 +106,9 @@ class Worker:
             rows = slice(part.rows.start - mine.start, part.rows.stop - mine.start)
             with self.sharding.accumulating(self.roles.storage, role.name, part is parts[-1]):
                 losses.append((self._backward(request, batch, rows, rollout, part.count), part))
-        self.sharding.reduce(gradients(role))
+        # Before they are reduced: ranks that have others would average different tensors.
         self.roles.check_gradients(role.name, self.sharding.zeros_for_none)
+        self.sharding.reduce(gradients(role))
         learning_rate = role.learning_rate
         values = self._reduce(role, losses)
         updated = self._update(role, values)

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils.checkpoint import CheckpointError, checkpoint
 
-from fewstep.errors import TrainingError
+from fewstep.errors import TrainingError, UserError
 from fewstep.models.module import ModuleModel
 from fewstep.roles.optimizer import OptimizerSettings
 from fewstep.roles.role import Roles
@@ -99,7 +99,7 @@ def test_parameters_known_to_be_unused_may_lack_gradients(build_roles, point_mod
         def forward(self, x: Tensor, sigma: Tensor) -> Tensor:
             return self.used(x)
 
-    for unused, fine in (((), False), (("spare",), True), (("used",), False)):
+    for unused, fine in (((), False), (("spare",), True), (("used.bias",), False)):
         optimizer = OptimizerSettings(lr=1e-3, unused_parameters=unused)
         roles = build_roles(ModuleModel(Unused, (2,)), "independent", optimizer=optimizer)
         with roles.use("student"):
@@ -200,3 +200,18 @@ def test_a_checkpointed_backward_after_leaving_the_role_is_an_error(
     with pytest.raises((TrainingError, CheckpointError)):  # noqa: PT012 (either may find it)
         loss.backward()
         roles.check_gradients("student")
+
+
+def test_parameters_said_to_be_unused_are_left_as_they_are(build_roles, point_model) -> None:
+    optimizer = OptimizerSettings(lr=1e-3, weight_decay=0.1, unused_parameters=("layers.0",))
+    roles = build_roles(point_model, "independent", optimizer=optimizer)
+    student = roles["student"]
+    trained = {k for k, p in student.parameters.items() if p.requires_grad}
+    assert trained == {"layers.2.weight", "layers.2.bias"}
+    assert sum(len(g["params"]) for g in student.optimizer.param_groups) == 2
+
+
+def test_a_name_of_nothing_is_refused(build_roles, point_model) -> None:
+    optimizer = OptimizerSettings(lr=1e-3, unused_parameters=("layers.9",))
+    with pytest.raises(UserError, match=r"unused_parameters: 'layers\.9' is part of no name"):
+        build_roles(point_model, "independent", optimizer=optimizer)
