@@ -4,13 +4,15 @@ from __future__ import annotations
 
 import copy
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path as FilePath
 from typing import ClassVar, final
 
 import torch
 from torch import Tensor, nn
+from torch.utils.weak import WeakTensorKeyDictionary
 
 from fewstep.diffusion.guidance import guide
 from fewstep.diffusion.paths import Path
@@ -35,10 +37,31 @@ class Pretrained:
 
 def empty_network(make_network: Callable[[], nn.Module]) -> nn.Module:
     """A network in eval mode whose parameters take no memory; buffers have their values."""
-    from accelerate import init_empty_weights
-
-    with init_empty_weights(include_buffers=False):
+    with parameters_on_meta():
         return make_network().eval()
+
+
+@contextmanager
+def parameters_on_meta() -> Iterator[None]:
+    """Let every parameter lose its memory as soon as a module has it; tied ones stay tied.
+
+    Accelerate's `init_empty_weights` would part them, so that what is saved has other names.
+    """
+    register, moved = nn.Module.register_parameter, WeakTensorKeyDictionary()
+
+    def register_empty(module: nn.Module, name: str, parameter: nn.Parameter | None) -> None:
+        if parameter is not None and not parameter.is_meta:
+            if parameter not in moved:
+                empty = parameter.detach().to("meta")
+                moved[parameter] = nn.Parameter(empty, requires_grad=parameter.requires_grad)
+            parameter = moved[parameter]
+        register(module, name, parameter)
+
+    nn.Module.register_parameter = register_empty  # type: ignore[assignment, method-assign]
+    try:
+        yield
+    finally:
+        nn.Module.register_parameter = register  # type: ignore[method-assign]
 
 
 def pretrained(network: nn.Module) -> Pretrained:

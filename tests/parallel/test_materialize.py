@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from fewstep.errors import UserError
-from fewstep.models.model import pretrained
+from fewstep.models.model import empty_network, pretrained
 from fewstep.parallel.materialize import Filler
 from fewstep.parallel.ranks import SINGLE
 from fewstep.parallel.sharding import Replicated, spread
@@ -68,6 +68,26 @@ def test_taken_apart_and_filled_is_the_same_network() -> None:
         assert torch.equal(filled, value.double())
         assert filled.data_ptr() != value.data_ptr()
     assert apart.network.scratch.dtype == torch.int64
+
+
+class TiedByHand(nn.Module):
+    """One parameter under two names, without a module in between."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        weight = nn.Parameter(torch.ones(2))
+        self.a, self.b = weight, weight
+
+
+@pytest.mark.parametrize("make", [Tied, TiedByHand])
+def test_an_empty_network_has_the_structure_of_a_real_one(make) -> None:
+    real, empty = make(), empty_network(make)
+    assert list(empty.state_dict()) == list(real.state_dict())
+    assert [k for k, _ in empty.named_parameters()] == [k for k, _ in real.named_parameters()]
+    assert all(p.is_meta for p in empty.parameters())
+    for (key, buffer), (_, other) in zip(empty.named_buffers(), real.named_buffers(), strict=True):
+        assert torch.equal(buffer, other), key
+    assert not any(p.is_meta for p in make().parameters())
 
 
 def test_a_block_is_filled_before_the_rest_and_left_alone_after() -> None:

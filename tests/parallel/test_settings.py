@@ -5,9 +5,13 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
+import torch
+from torch import nn
 
 from fewstep.errors import UserError
 from fewstep.launch.local import train
+from fewstep.models.module import ModuleModel
+from fewstep.parallel.fully_sharded import check_shardable, separate_blocks
 from fewstep.parallel.ranks import CPU, Ranks
 from fewstep.parallel.settings import ParallelSettings
 from fewstep.parallel.sharding import build_sharding
@@ -69,3 +73,29 @@ def test_ranks_that_do_not_fit_the_recipe(make_recipe) -> None:
 def test_python_cannot_start_processes(make_recipe) -> None:
     with pytest.raises(UserError, match=r"launch\.processes: 2 is given, but there are 1 process"):
         train(make_recipe("dmd2", {"launch.processes": 2}))
+
+
+@pytest.mark.parametrize("kind", ["fsdp1", "fsdp2"])
+def test_a_single_number_cannot_be_sharded(kind) -> None:
+    class Gain(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.gain = nn.Parameter(torch.ones(()))
+
+    with pytest.raises(UserError, match=rf"kind: '{kind}' cannot cut 'gain' into shards"):
+        check_shardable(Gain(), kind)
+    check_shardable(nn.Linear(1, 1), kind)
+
+
+def test_blocks_that_share_a_weight_are_left_to_the_root() -> None:
+    network = nn.Module()
+    network.blocks = nn.ModuleList(nn.Linear(2, 2) for _ in range(4))
+    network.head = nn.Linear(2, 2)
+    network.head.weight = network.blocks[1].weight
+    network.blocks[3].weight = network.blocks[2].weight
+    model = ModuleModel(lambda: network, (2,))
+    assert list(model.blocks(network)) == ["blocks.0", "blocks.1", "blocks.2", "blocks.3"]
+    assert list(separate_blocks(network, model.blocks)) == ["blocks.0"]
+    twice = nn.Module()
+    twice.blocks = nn.ModuleList([nn.Linear(2, 2)] * 2)
+    assert separate_blocks(twice, model.blocks) == {}

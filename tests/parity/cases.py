@@ -19,7 +19,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from safetensors.torch import save_file
-from torch import Tensor
+from torch import Tensor, nn
 
 import fewstep
 from fewstep.config import Recipe, parse_recipe
@@ -27,6 +27,7 @@ from fewstep.data.dataset import Dataset
 from fewstep.methods import flow_matching
 from fewstep.methods.dmd2 import DMD2
 from fewstep.methods.flow_matching import FlowMatching
+from fewstep.models.module import ModuleModel
 from fewstep.parallel.ranks import join
 from fewstep.run import Run
 from fewstep.training.loop import StopRequest
@@ -66,6 +67,26 @@ METHODS: dict[str, dict[str, Any]] = {
 }
 
 
+class Odd(nn.Module):
+    """What networks of one's own may hold: tied and unused weights, buffers, single numbers."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(nn.Linear(5, 5) for _ in range(3))
+        self.enter, self.leave, self.tied = nn.Linear(3, 5), nn.Linear(5, 2), nn.Linear(5, 5)
+        self.tied.weight = self.blocks[0].weight
+        self.dead = nn.Linear(2, 2)
+        self.gain = nn.Parameter(torch.ones(1))
+        self.register_buffer("offset", torch.full((5,), 0.1))
+        self.register_buffer("order", torch.arange(5).flip(0), persistent=False)
+
+    def forward(self, x: Tensor, sigma: Tensor) -> Tensor:
+        h = self.enter(torch.cat([x, sigma[:, None].to(x.dtype)], dim=1))
+        for block in self.blocks:
+            h = h + torch.tanh(block(h) + self.offset)
+        return self.leave(self.gain * self.tied(h)[:, self.order])
+
+
 @dataclass(frozen=True)
 class Case:
     """A run, or several on one directory.
@@ -78,6 +99,7 @@ class Case:
         resume: "" starts anew; "here" goes on with what is in the run directory; any other text
             is a run directory, of another launch perhaps, that is copied first.
         tamper: what is done to the losses of some phases (see `tampering`).
+        odd: take the network `Odd` instead of the recipe's.
     """
 
     name: str
@@ -86,6 +108,7 @@ class Case:
     stop_after: int = 0
     resume: str = ""
     tamper: Mapping[str, Any] = field(default_factory=dict)
+    odd: bool = False
 
 
 def make_recipe(run_dir: Path, changes: Mapping[str, Any], method: str = "dmd2") -> Recipe:
@@ -182,8 +205,11 @@ def train(case: Case, directory: Path) -> dict[str, Tensor]:
     data = ten_images() if case.method == "flow_matching" or "validation" in case.changes else None
     recipe = make_recipe(directory / case.name, case.changes, case.method)
     resume = bool(case.resume)
+    model = ModuleModel(Odd, (2,)) if case.odd else None
     with tampering(case.tamper):
-        run = fewstep.train(recipe, data=data, on_cycle=on_cycle, resume=resume, stop=stop)
+        run = fewstep.train(
+            recipe, model=model, data=data, on_cycle=on_cycle, resume=resume, stop=stop
+        )
     counters = run.worker.state_dict()["counters"]
     numbers = [n for role in counters["roles"].values() for n in role.values()]
     return {

@@ -55,9 +55,9 @@ def alone(tmp_path_factory: pytest.TempPathFactory) -> Callable[[Case], dict[str
 
     def run(case: Case) -> dict[str, Tensor]:
         kept = {k: v for k, v in case.changes.items() if not k.startswith(HOW)}
-        name = repr((case.method, sorted(kept.items()), case.tamper))
+        name = repr((case.method, sorted(kept.items()), case.tamper, case.odd))
         if name not in known:
-            simple = Case("run", kept, case.method, tamper=case.tamper)
+            simple = Case("run", kept, case.method, tamper=case.tamper, odd=case.odd)
             known[name] = train(simple, tmp_path_factory.mktemp("alone"))
         return dict(known[name])
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -44,6 +45,21 @@ def spoil(where: str, value: str, role: str, cycles: list[int], sample: int) -> 
 NORMALIZER = {"in": "normalizer"}
 
 
+ODD_OPTIMIZER = {"lr": 0.01, "weight_decay": 0.1, "clip_norm": None, "unused_parameters": ["dead"]}
+ODD = {
+    "model": {"family": "module"},
+    "method.guidance": 1.0,
+    "method.fake_updates_per_student": 3,
+    "optimizers": {"student": ODD_OPTIMIZER, "fake_score": ODD_OPTIMIZER},
+    "train.batch_size": 5,
+}
+
+
+def odd(kind: str, *changes: Mapping[str, Any]) -> Case:
+    """A case with a network of all that is unusual."""
+    return replace(case(kind, ODD, *changes), name=f"{kind}-odd", odd=True)
+
+
 # Six samples on two ranks are three each: two at a time are 2 + 1. On four ranks they are
 # 1 + 2 + 1 + 2: one at a time, half of the ranks must repeat a sample that does not count.
 ON_TWO = [
@@ -77,6 +93,10 @@ ON_TWO = [
     case("fsdp1", tamper=spoil("gradient", "inf", "student", [2, 3], 1)),
     case("fsdp2", SHARED, TWO, tamper=spoil("gradient", "nan", "student", [4], 2)),
     case("fsdp2", ONE, tamper=spoil("loss", "nan", "fake_score", [10], 5)),
+    odd("none"),
+    odd("ddp", TWO),
+    odd("fsdp1", TWO),
+    odd("fsdp2", RECOMPUTE),
     case("ddp", SINGLE),
     case("fsdp1", SHARED, SINGLE),
     case("fsdp2", SHARED, SINGLE, TWO),
