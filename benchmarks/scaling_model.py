@@ -178,16 +178,16 @@ def gradient_bytes(network: Network, plan: Plan) -> float:
 
 
 def unit_bytes(network: Network, plan: Plan) -> float:
-    """What comes and goes with the units: two gathered ones and a buffer, one unit's gradients.
+    """What comes and goes with the units: buffers of gathers, and one unit's gradients.
 
-    The unit in use, the one that is fetched ahead, and the flat buffer that a gather arrives in;
-    in the backward pass also the gradients of a unit and the flat float32 buffer that they are
-    reduced from.
+    While a unit is gathered there are its shard's copy that is sent, the flat buffer that it
+    arrives in, the unit itself, and still the flat buffer of the one before. In the backward pass
+    also the gradients of a unit and the flat float32 buffer that they are reduced from.
     """
     shared = plan.storage == "shared_base"
     unit = network.largest_unit * (1 + ADAPTERS * plan.lora_share if shared else 1)
     gradients = network.largest_unit * plan.trained_share * (plan.gather_bytes + MASTER_BYTES)
-    return 3 * unit * plan.gather_bytes + gradients
+    return (3 + 1 / plan.shard_size) * unit * plan.gather_bytes + gradients
 
 
 def activation_bytes(network: Network, plan: Plan) -> float:
@@ -199,6 +199,9 @@ def activation_bytes(network: Network, plan: Plan) -> float:
 
 
 def memory_bytes(network: Network, plan: Plan) -> float:
-    """All of the above at once: the highest point of the backward pass."""
+    """All of the above at once: no less than any point of a cycle needs.
+
+    In a backward pass gradients come while activations go, so that not all is there together.
+    """
     parts = (weight_bytes, optimizer_bytes, gradient_bytes, unit_bytes, activation_bytes)
     return sum(part(network, plan) for part in parts)
