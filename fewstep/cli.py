@@ -71,8 +71,8 @@ def train(
         typer.Option(
             "--resume",
             metavar="(auto)",
-            help="Go on from the latest checkpoint in run_dir. With auto: if there is one; "
-            "otherwise start anew.",
+            help="Alone: go on from the latest checkpoint in run_dir. `--resume auto`: go on if "
+            "there is one, start anew if not.",
         ),
     ] = None,
 ) -> None:

@@ -55,7 +55,7 @@ COMMON: dict[str, Any] = {
 }
 METHODS: dict[str, dict[str, Any]] = {
     "dmd2": {
-        "method": {"name": "dmd2", "steps": 2, "fake_updates_per_student": 2, "guidance": 2.0},
+        "method": {"name": "dmd2", "steps": 2, "fake_updates_per_student": 1, "guidance": 2.0},
         "cycle": {"warmup_cycles": 1},
         "optimizers": {"student": OPTIMIZER, "fake_score": OPTIMIZER},
     },

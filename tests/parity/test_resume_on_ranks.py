@@ -14,7 +14,7 @@ from torch import Tensor
 
 KINDS = ("none", "ddp", "fsdp1", "fsdp2")
 SHARED = {"storage": "shared_base"}
-FOUR = {"train.cycles": 4, "train.micro_batch_size": 2}
+FOUR = {"train.cycles": 4}
 # Four cycles of six samples of ten images: the second crosses the end of an epoch.
 VARIANTS: dict[str, tuple[str, dict[str, Any]]] = {
     "independent": ("dmd2", {"cycle.warmup_cycles": 3}),

@@ -19,6 +19,7 @@ REUSE = {"cycle.fake_batches": "reuse_student", "cycle.order": "fake_score_first
 SINGLE = {"runtime.dtype": "float32"}
 EACH = {"parallel.reduce_each_micro_batch": True}
 OFFLOAD = {"parallel.cpu_offload": True}
+SEVERAL = {"method.fake_updates_per_student": 2}
 HYBRID = {"parallel.shard_size": 2}
 
 
@@ -63,15 +64,15 @@ def odd(kind: str, *changes: Mapping[str, Any]) -> Case:
 # Six samples on two ranks are three each: two at a time are 2 + 1. On four ranks they are
 # 1 + 2 + 1 + 2: one at a time, half of the ranks must repeat a sample that does not count.
 ON_TWO = [
-    case("none"),
+    case("none", SEVERAL),
     case("none", SHARED, ONE, RECOMPUTE),
     case("none", FUSED, TWO, REUSE),
     case("none", method="flow_matching"),
-    case("ddp", TWO),
+    case("ddp", SEVERAL, TWO),
     case("ddp", SHARED, RECOMPUTE),
     case("ddp", FUSED, ONE, REUSE),
     case("ddp", SHARED, method="flow_matching"),
-    case("fsdp1", RECOMPUTE),
+    case("fsdp1", SEVERAL, RECOMPUTE),
     case("fsdp1", ONE, EACH),
     case("fsdp1", SHARED, TWO),
     case("fsdp1", FUSED, ONE, RECOMPUTE),
@@ -79,7 +80,7 @@ ON_TWO = [
     case("fsdp2", TWO),
     case("fsdp2", ONE, RECOMPUTE, EACH),
     case("fsdp2", OFFLOAD, REUSE),
-    case("fsdp2", SHARED),
+    case("fsdp2", SEVERAL, SHARED),
     case("fsdp2", FUSED),
     case("fsdp2", FUSED, TWO, RECOMPUTE),
     case("fsdp2", SHARED, TWO, method="flow_matching"),
