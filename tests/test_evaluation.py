@@ -327,7 +327,10 @@ def test_floor_is_better_than_noise(evaluator):
 def test_floor_compares_a_seeded_half_with_the_whole(digits, evaluator):
     images, labels = digits
     half = torch.randperm(1797, generator=torch.Generator().manual_seed(5))[:898]
-    assert evaluator.floor(5) == evaluator.evaluate(images[half], labels[half])
+    # Not to the last bit: how a matrix product is cut depends on where its memory lies, and a
+    # sample may change sides at the edge of a neighbourhood.
+    expected = evaluator.evaluate(images[half], labels[half])
+    assert evaluator.floor(5).as_dict() == pytest.approx(expected.as_dict(), rel=1e-3)
     assert evaluator.floor(6) != evaluator.floor(5)
 
 
