@@ -79,7 +79,14 @@ SAVED = {
         ("ddp", "independent"),
     )
 }
-TO = ("fsdp2", "fsdp1", "none")
+ON = (
+    ("fsdp1-shared_base", "fsdp2"),
+    ("fsdp1-independent", "fsdp1"),
+    ("fsdp2-shared_base", "fsdp1"),
+    ("fsdp2-shared_base", "none"),
+    ("fsdp2-data", "fsdp2"),
+    ("ddp-independent", "fsdp2"),
+)
 
 
 @pytest.fixture(scope="module")
@@ -90,26 +97,24 @@ def on_four(launch: Any) -> Path:
 
 @pytest.fixture(scope="module")
 def resumed_on_two(launch: Any, on_four: Path) -> Path:
-    """Each of them gone on with by two ranks, of every kind."""
+    """Gone on with by two ranks, of the same kind or another."""
     return launch(
         2,
         [
             Case(
                 f"{name}-to-{kind}",
-                {**case.changes, "parallel.kind": kind},
-                case.method,
+                {**SAVED[name].changes, "parallel.kind": kind},
+                SAVED[name].method,
                 resume=str(on_four / name),
             )
-            for name, case in SAVED.items()
-            for kind in TO
+            for name, kind in ON
         ],
     )
 
 
 @pytest.mark.slow
 @pytest.mark.timeout(900)
-@pytest.mark.parametrize("kind", TO)
-@pytest.mark.parametrize("name", SAVED)
+@pytest.mark.parametrize(("name", "kind"), ON)
 def test_four_ranks_to_two(resumed_on_two: Path, alone: Any, name: str, kind: str) -> None:
     found = load_file(resumed_on_two / f"{name}-to-{kind}.result")
     assert_close(alone(changed(SAVED[name], stop_after=0)), found)
