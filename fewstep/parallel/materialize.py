@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Container, Iterator, Mapping
 from typing import final
+from weakref import WeakValueDictionary
 
 import torch
 from torch import Tensor, nn
@@ -44,7 +45,8 @@ class Filler:
         self._weights = weights
         self._source_key = source_key
         self._done: set[int] = set()
-        self._new: dict[int, Tensor] = {}
+        # Weakly: what has been cut into shards must not be kept whole here.
+        self._new: WeakValueDictionary[int, Tensor] = WeakValueDictionary()
         self._old: list[Tensor] = []  # keeps what `_new` knows by its identity alive
 
     def fill(self, module: nn.Module, prefix: str = "") -> None:
@@ -55,22 +57,24 @@ class Filler:
             prefix: its name in the network, with a dot at the end.
         """
         for owner, key, tensor in list(_tensors(module, prefix, self._done)):
-            if id(tensor) not in self._new:
-                self._remember(tensor, self._value(key, tensor))
+            new = self._new.get(id(tensor))
+            if new is None:
+                new = self._remember(tensor, self._value(key, tensor))
             name = key.rpartition(".")[2]
             place = owner._parameters if isinstance(tensor, nn.Parameter) else owner._buffers
-            place[name] = self._new[id(tensor)]  # type: ignore[assignment]
+            place[name] = new  # type: ignore[assignment]
 
     def close(self, module: nn.Module) -> None:
         """Leave alone what is below a module from now on: it is sharded."""
         self._done |= {id(m) for m in module.modules()}
 
-    def _remember(self, old: Tensor, value: Tensor) -> None:
+    def _remember(self, old: Tensor, value: Tensor) -> Tensor:
         new = value
         if isinstance(old, nn.Parameter):
             new = nn.Parameter(value, requires_grad=old.requires_grad)
         self._new[id(old)] = new
         self._old.append(old)
+        return new
 
     @torch.no_grad()
     def _value(self, key: str, tensor: Tensor) -> Tensor:

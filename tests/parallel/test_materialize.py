@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import gc
+import weakref
 from collections.abc import Iterator, Mapping
 from typing import final
 
@@ -102,6 +104,18 @@ def test_a_block_is_filled_before_the_rest_and_left_alone_after() -> None:
     filler.fill(apart.network)
     assert weights.read == ["1.weight", "1.bias", "0.weight", "0.bias"]
     assert apart.network[1].weight is block
+
+
+def test_what_has_been_sharded_is_not_kept_whole() -> None:
+    apart = pretrained(nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2)))
+    filler = Filler(SINGLE, torch.float32, apart.weights, same)
+    filler.fill(apart.network[1], "1.")
+    whole = weakref.ref(apart.network[1].weight)
+    apart.network[1].weight = nn.Parameter(torch.zeros(1, 2))  # a shard of it
+    filler.close(apart.network[1])
+    gc.collect()
+    assert whole() is None
+    filler.fill(apart.network)
 
 
 def test_frozen_stays_frozen() -> None:
