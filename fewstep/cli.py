@@ -11,7 +11,7 @@ import typer
 from rich.console import Console
 from typer.core import TyperCommand
 
-from fewstep.errors import TrainingError, UserError
+from fewstep.errors import INTERRUPTED, TrainingError, UserError
 
 app = typer.Typer(
     name="fewstep",
@@ -30,7 +30,6 @@ app = typer.Typer(
 console = Console()
 errors = Console(stderr=True)
 
-INTERRUPTED = 130
 UNTOUCHED = "interrupted; what was saved before is untouched"
 
 

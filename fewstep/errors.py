@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
+import signal
 from typing import final
+
+# Exit codes of the command line where a signal has ended it: 128 and its number.
+INTERRUPTED, TERMINATED = 128 + signal.SIGINT, 128 + signal.SIGTERM
 
 
 @final

@@ -123,12 +123,14 @@ def is_run_directory(path: Path) -> bool:
     return (path / RECIPE).is_file()
 
 
-def open_run(directory: Path | str, which: Which = "latest", model: Model | None = None) -> Run:
+def open_run(
+    directory: Path | str, which: Which | None = "latest", model: Model | None = None
+) -> Run:
     """Open a run directory at its latest or best checkpoint.
 
     Args:
         directory: of the run.
-        which: "latest" or "best" (by validation).
+        which: "latest" or "best" (by validation); None: the best if it was validated.
         model: the adapter, for a network that was passed in from Python.
 
     Raises:
@@ -138,7 +140,7 @@ def open_run(directory: Path | str, which: Which = "latest", model: Model | None
     if not is_run_directory(directory):
         raise UserError(f"{directory} is not a run directory: it has no {RECIPE}")
     recipe = load_recipe(directory / RECIPE)
-    checkpoint = best_checkpoint(directory) if which == "best" else latest_checkpoint(directory)
+    checkpoint = find_checkpoint(directory, which)
     # However it was trained: a run is opened whole, by one process.
     alone = recipe.model_copy(update={"parallel": ParallelSettings(), "launch": LaunchSettings()})
     worker = build_worker(alone, model or recipe.model.build(), None, teacher=None)
@@ -149,9 +151,14 @@ def open_run(directory: Path | str, which: Which = "latest", model: Model | None
 
 def open_result(directory: Path | str, model: Model | None = None) -> Run:
     """Open a run at its best checkpoint, or at the latest where it was never validated."""
-    directory = Path(directory)
-    validated = is_run_directory(directory) and read_best(directory) is not None
-    return open_run(directory, "best" if validated else "latest", model)
+    return open_run(directory, None, model)
+
+
+def find_checkpoint(directory: Path, which: Which | None) -> Path:
+    """The latest or the best checkpoint; None: the best, or the latest of a run never validated."""
+    if which is None:
+        which = "best" if read_best(directory) is not None else "latest"
+    return best_checkpoint(directory) if which == "best" else latest_checkpoint(directory)
 
 
 def resolve_recipe(recipe: Recipe, resumed: Recipe | None = None) -> Recipe:
@@ -216,7 +223,7 @@ def open_network(directory: Path, model: Model) -> nn.Module:
         raise UserError(
             f"model.weights: the run {directory} has no complete checkpoint yet; train it first"
         )
-    recipe, checkpoint = load_recipe(directory / RECIPE), result_checkpoint(directory)
+    recipe, checkpoint = load_recipe(directory / RECIPE), find_checkpoint(directory, None)
     with seeded(recipe.seed, "roles"):
         storage = build_storage(recipe, model, empty_network(model.build_network))
     role = sampled_role(recipe.roles)
@@ -227,12 +234,6 @@ def open_network(directory: Path, model: Model) -> nn.Module:
     load_network(checkpoint, name, storage.tensors[name])
     storage.networks = {name: network}
     return storage.plain_network(role)
-
-
-def result_checkpoint(directory: Path) -> Path:
-    """The best checkpoint, or the latest where the run was never validated."""
-    validated = read_best(directory) is not None
-    return best_checkpoint(directory) if validated else latest_checkpoint(directory)
 
 
 def build_worker(

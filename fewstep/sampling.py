@@ -72,13 +72,14 @@ def sample_role(
     rounds = range(0, -(-count // ranks.size), batch_size)
     ids = torch.arange(mine.start, max(mine.stop, mine.start + rounds.stop), device=roles.device)
     ids = ids.clamp(max=count - 1)
+    condition = {} if labels is None else {"class_labels": labels.to(ids.device)[ids]}
     parts, calls, seconds = [], 0, 0.0
     with torch.no_grad(), roles.use(role) as denoiser:
         for start in rounds:
-            some = ids[start : start + batch_size]
-            condition = {} if labels is None else {"class_labels": labels.to(ids.device)[some]}
+            rows = slice(start, start + batch_size)
+            part = {key: value[rows] for key, value in condition.items()}
             began = time.perf_counter()
-            samples, calls = sample_batch(denoiser, spec, some, condition, seed, roles.dtype)
+            samples, calls = sample_batch(denoiser, spec, ids[rows], part, seed, roles.dtype)
             parts.append(roles.model.decode(samples).float().cpu())
             seconds += time.perf_counter() - began
             on_batch(min(start + batch_size, count))

@@ -142,7 +142,7 @@ class ValidationHook:
         if self._evaluator is not None and torch.isfinite(samples.images).all():
             values = dict(self._evaluator.evaluate(samples.images, labels).as_dict())
         # All ranks must agree on which cycle is the best: they save it together.
-        return self._ranks.tell(values)
+        return self._ranks.tell(lambda: values)
 
     def _improves(self, value: float) -> bool:
         if self.best is None:

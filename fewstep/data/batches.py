@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import hashlib
 from abc import ABC, abstractmethod
 from collections.abc import Mapping
 from dataclasses import dataclass
-from functools import lru_cache
+from functools import cached_property, lru_cache
 from typing import final
 
 import torch
@@ -67,6 +68,15 @@ class DataBatches(BatchSource):
     dataset: Dataset
     device: torch.device
     dtype: torch.dtype = torch.float32
+
+    @cached_property
+    def sha256(self) -> str:
+        """Of the samples and labels, hexadecimal."""
+        content = hashlib.sha256()
+        for tensor in (self.dataset.samples, self.dataset.labels):
+            if tensor is not None:
+                content.update(tensor.detach().cpu().numpy().tobytes())
+        return content.hexdigest()
 
     def batch(self, draw: Draw, size: int, rows: range | None = None) -> Batch:
         """See `BatchSource.batch`."""

@@ -11,11 +11,9 @@ from collections.abc import Iterator, Sequence
 from rich.console import Console
 
 from fewstep.config import Recipe
-from fewstep.errors import UserError
+from fewstep.errors import INTERRUPTED, TERMINATED, UserError
 from fewstep.launch.local import Resume
 from fewstep.launch.processes import (
-    INTERRUPTED,
-    TERMINATED,
     Ended,
     check_launch,
     launch,

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import hashlib
 import json
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -47,7 +46,7 @@ def build_hooks(
                 evaluator,
                 metrics,
                 last,
-                run.worker.ranks.tell(known_best(run.directory)),
+                run.worker.ranks.tell(lambda: known_best(run.directory)),
                 saver.save_best,
                 run.worker.ranks,
             )
@@ -69,11 +68,7 @@ def run_fingerprint(recipe: Recipe, worker: Worker) -> dict[str, Any]:
     """What must not change: of the recipe, and of the data that the run trains on."""
     found = fingerprint(recipe)
     if isinstance(worker.batches, DataBatches):
-        dataset, content = worker.batches.dataset, hashlib.sha256()
-        for tensor in (dataset.samples, dataset.labels):
-            if tensor is not None:
-                content.update(tensor.detach().cpu().numpy().tobytes())
-        found["data.sha256"] = content.hexdigest()
+        found["data.sha256"] = worker.batches.sha256
     return found
 
 

@@ -109,7 +109,7 @@ def train_in_process(
     """The body of `train`, with the threads set."""
     ranks = join_ranks(recipe)
     directory = Path(recipe.run_dir)
-    resume = ranks.tell(look_at_directory(directory, resuming, lock) if ranks.first else False)
+    resume = ranks.tell(lambda: look_at_directory(directory, resuming, lock))
     recipe = resolve_recipe(recipe, resumed_recipe(directory) if resume else None)
     model = model or recipe.model.build()
     recipe.method.build().check(model)
@@ -295,7 +295,7 @@ def restore(directory: Path, recipe: Recipe, worker: Worker) -> int:
     Raises:
         UserError: where it is damaged, or the recipe has changed in a way that matters.
     """
-    checkpoint = worker.ranks.tell(latest_checkpoint(directory))
+    checkpoint = worker.ranks.tell(lambda: latest_checkpoint(directory))
     saved = read_fingerprint(checkpoint)
     check_fingerprint(saved, run_fingerprint(recipe, worker), checkpoint)
     state = load_checkpoint(checkpoint, worker.empty_state, worker.ranks)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import atexit
 import contextlib
 import os
+from collections.abc import Callable
 from dataclasses import dataclass
 from datetime import timedelta
 from typing import TypeVar, cast, final
@@ -71,11 +72,11 @@ class Ranks:
             dist.broadcast(tensor, src=0)
         return tensor
 
-    def tell(self, value: T) -> T:
-        """Rank 0's value (anything small) on every rank."""
+    def tell(self, find: Callable[[], T]) -> T:
+        """What rank 0, and no other, finds (anything small), on every rank."""
         if self.size == 1:
-            return value
-        box = [value if self.first else None]
+            return find()
+        box = [find() if self.first else None]
         dist.broadcast_object_list(box, src=0, device=self.device)
         return cast(T, box[0])
 

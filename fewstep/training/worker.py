@@ -17,7 +17,7 @@ from fewstep.errors import TrainingError, UserError
 from fewstep.methods.method import Method, PhaseLoss
 from fewstep.parallel.ranks import Ranks
 from fewstep.parallel.sharding import Replicated, Sharding
-from fewstep.roles.role import STUDENT, Role, Roles
+from fewstep.roles.role import STUDENT, Role, Roles, gradients_of
 from fewstep.settings import Settings
 from fewstep.training.phase import PhaseRequest, PhaseResult
 from fewstep.training.reduction import (
@@ -222,4 +222,4 @@ def scale(tensors: Sequence[Tensor], factor: float) -> None:
 
 def gradients(role: Role) -> list[Tensor]:
     """The role's gradients that exist."""
-    return [p.grad for p in role.tensors if p.grad is not None]
+    return list(gradients_of(role).values())

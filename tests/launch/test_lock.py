@@ -79,3 +79,4 @@ def test_a_file_system_without_locks_is_no_obstacle(
     monkeypatch.setattr(fcntl, "flock", refuse)
     with RunLock(tmp_path) as lock:
         lock.acquire()
+        RunLock(tmp_path).check()
