@@ -39,8 +39,8 @@ def inspect_recipe(recipe: Recipe) -> RenderableType:
     method = recipe.method.build()
     method.check(model)
     with torch.device("meta"):
-        storage = build_storage(recipe, model, model.build_network())
-        roles = build_roles(recipe, model, storage, torch.device("meta"))
+        storage = build_storage(recipe, model, model.build_network(), recipe.roles)
+        roles = build_roles(recipe, model, storage, recipe.roles, torch.device("meta"))
     return Group(
         _recipe_panel(recipe), _roles_table(roles), _cycle_text(recipe), _saved_text(recipe)
     )

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -225,7 +225,8 @@ def open_network(directory: Path, model: Model) -> nn.Module:
         )
     recipe, checkpoint = load_recipe(directory / RECIPE), find_checkpoint(directory, None)
     with seeded(recipe.seed, "roles"):
-        storage = build_storage(recipe, model, empty_network(model.build_network))
+        structure = empty_network(model.build_network)
+        storage = build_storage(recipe, model, structure, recipe.roles)
     role = sampled_role(recipe.roles)
     name = storage.network_of(role)
     network = storage.networks[name]
@@ -242,6 +243,7 @@ def build_worker(
     dataset: Dataset | None,
     teacher: Pretrained | None,
     ranks: Ranks = SINGLE,
+    roles: Sequence[str] | None = None,
 ) -> Worker:
     """Roles, method and data of a run.
 
@@ -251,6 +253,7 @@ def build_worker(
         dataset: real data, for methods that train on it.
         teacher: the network that all roles start from; None where a checkpoint follows.
         ranks: that share the run.
+        roles: those that live here; None: all of the recipe's.
 
     Raises:
         UserError: where method and model do not fit each other, or the ranks the recipe.
@@ -258,13 +261,15 @@ def build_worker(
     method = recipe.method.build()
     method.check(model)
     check_ranks(recipe, ranks)
+    names = tuple(roles if roles is not None else recipe.roles)
+    optimizers = {k: v for k, v in recipe.optimizers.by_role().items() if k in names}
     dtype = getattr(torch, recipe.runtime.dtype)
     compute = recipe.runtime.compute_dtype
     compute_dtype = getattr(torch, compute) if compute is not None else None
     structure = teacher.network if teacher is not None else empty_network(model.build_network)
     with seeded(recipe.seed, "roles"):
-        storage = build_storage(recipe, model, structure)
-    mark_trained(storage, recipe.roles, recipe.optimizers.by_role())
+        storage = build_storage(recipe, model, structure, names)
+    mark_trained(storage, names, optimizers)
     sharding = build_sharding(recipe.parallel, ranks, compute_dtype)
     spread(
         storage,
@@ -275,12 +280,12 @@ def build_worker(
         compute_dtype=compute_dtype,
         recompute=recipe.runtime.activation_checkpointing,
     )
-    sharding.wrap(storage, recipe.roles, list(recipe.optimizers.by_role()))
-    roles = build_roles(recipe, model, storage, ranks.device, sharding)
+    sharding.wrap(storage, names, list(optimizers))
+    built = build_roles(recipe, model, storage, names, ranks.device, sharding)
     batches: BatchSource = ConditionBatches(model.classes, ranks.device)
     if method.needs_data and dataset is not None:
         batches = DataBatches(encode_dataset(model, dataset), ranks.device, dtype)
-    return Worker(recipe.seed, recipe.train, method, roles, batches, sharding)
+    return Worker(recipe.seed, recipe.train, method, built, batches, sharding)
 
 
 def check_ranks(recipe: Recipe, ranks: Ranks) -> None:
@@ -302,15 +307,16 @@ def build_roles(
     recipe: Recipe,
     model: Model,
     storage: Storage,
+    names: Sequence[str],
     device: torch.device,
     sharding: Sharding | None = None,
 ) -> Roles:
-    """The roles of a run over its networks."""
+    """Some roles of a run over their networks."""
     return Roles(
         model,
         storage,
-        recipe.roles,
-        recipe.optimizers.by_role(),
+        names,
+        {k: v for k, v in recipe.optimizers.by_role().items() if k in names},
         recipe.ema,
         device=device,
         dtype=getattr(torch, recipe.runtime.dtype),
@@ -318,11 +324,13 @@ def build_roles(
     )
 
 
-def build_storage(recipe: Recipe, model: Model, teacher: nn.Module) -> Storage:
-    """The physical networks of a run."""
+def build_storage(
+    recipe: Recipe, model: Model, teacher: nn.Module, roles: Sequence[str]
+) -> Storage:
+    """The physical networks that some roles of a run need."""
     if recipe.lora is None:
-        return build_independent(model, teacher, recipe.roles)
-    adapters = [role for role in recipe.roles if role != "teacher_score"]
+        return build_independent(model, teacher, roles)
+    adapters = [role for role in roles if role != "teacher_score"]
     return build_shared_base(model, teacher, adapters, recipe.lora)
 
 

@@ -47,10 +47,10 @@ def replace_nonfinite(x: Tensor) -> tuple[Tensor, Tensor]:
     """Zero the entries that are NaN or infinite.
 
     Returns:
-        The cleaned tensor and the number of entries replaced, an int64 tensor [].
+        The cleaned tensor, and how many entries of each sample were replaced: int64 [B].
     """
     finite = torch.isfinite(x)
-    return torch.where(finite, x, torch.zeros_like(x)), (~finite).sum()
+    return torch.where(finite, x, torch.zeros_like(x)), (~finite).flatten(1).sum(1)
 
 
 def denoising_loss(

@@ -30,7 +30,7 @@ from fewstep.diffusion.losses import (
 from fewstep.diffusion.samplers import Transition, sigma_tensor, transition
 from fewstep.diffusion.timesteps import few_step_grid
 from fewstep.errors import UserError
-from fewstep.methods.method import Method, PhaseLoss, SamplerSpec
+from fewstep.methods.method import Method, PhaseLoss, Rollout, SamplerSpec, TensorSpec
 from fewstep.methods.options import Guidance, SigmaSampling, check_grid_start, check_guidance
 from fewstep.models.model import Condition, Model
 from fewstep.roles.role import FAKE_SCORE, STUDENT, TEACHER_SCORE, Roles
@@ -132,7 +132,7 @@ class Target:
 
     Attributes:
         direction: [B, ...], detached and finite.
-        nonfinite_entries: how many entries were zeroed, int64 [].
+        nonfinite_entries: how many entries of each sample were zeroed, int64 [B].
     """
 
     direction: Tensor
@@ -147,6 +147,9 @@ class DMD2(Method):
     roles: ClassVar[tuple[str, ...]] = (STUDENT, FAKE_SCORE, TEACHER_SCORE)
     trained_roles: ClassVar[tuple[str, ...]] = (STUDENT, FAKE_SCORE)
     needs_data: ClassVar[bool] = False
+    scored_by: ClassVar[Mapping[str, tuple[str, ...]]] = {STUDENT: (FAKE_SCORE, TEACHER_SCORE)}
+    # The direction is that of the very samples; the fake score follows a student that moves anyway.
+    stale_samples: ClassVar[tuple[str, ...]] = (FAKE_SCORE,)
 
     def __init__(self, settings: DMD2Settings) -> None:
         """`settings`: the recipe's `method` section."""
@@ -189,12 +192,40 @@ class DMD2(Method):
     ) -> PhaseLoss:
         """One micro-batch of a student or a fake_score phase."""
         if role == STUDENT:
-            return self.student_loss(roles, self.simulate(roles, batch, rollout), draw)
+            target = Target(**external) if "direction" in external else None
+            return self.student_loss(roles, self.simulate(roles, batch, rollout), draw, target)
         x0 = external.get("x0")
         if x0 is None:
             with torch.no_grad():
                 x0 = self.generate(roles, self.simulate(roles, batch, rollout))
         return self.fake_score_loss(roles, x0, batch, draw)
+
+    def external_tensors(
+        self, role: str, model: Model, dtype: torch.dtype
+    ) -> Mapping[str, TensorSpec]:
+        """See `Method.external_tensors`."""
+        sample = TensorSpec(model.sample_shape, dtype)
+        if role == STUDENT:
+            return {"direction": sample, "nonfinite_entries": TensorSpec((), torch.int64)}
+        return {"x0": sample}
+
+    def rollout(self, model: Model, batch: Batch, draw: Draw, dtype: torch.dtype) -> Rollout:
+        """See `Method.rollout`: the grid up to a random exit (section 4.5)."""
+        exit_step = draw.choice("exit", len(self.sigmas))
+        used = exit_step + 1 if self.settings.transition == "renoise" else 1
+        noise = draw.normal("rollout", batch.sample_ids, (used, *model.sample_shape), dtype)
+        sigmas = self.sigmas[: exit_step + 1]
+        return Rollout(noise, sigmas, self.settings.transition, batch.condition)
+
+    def score_for(
+        self, role: str, roles: Roles, x0: Tensor, batch: Batch, draw: Draw
+    ) -> Mapping[str, Tensor]:
+        """See `Method.score_for`."""
+        target = self.score(roles, x0, batch, draw)
+        return {
+            "direction": target.direction,
+            "nonfinite_entries": target.nonfinite_entries,
+        }
 
     @torch.no_grad()
     def simulate(self, roles: Roles, batch: Batch, draw: Draw) -> Simulation:
@@ -203,12 +234,10 @@ class DMD2(Method):
         Starts from the path's noise at sigma = 1, whatever the grid's first entry is, as the
         pipelines of diffusers do.
         """
-        model, sigmas = roles.model, self.sigmas
-        exit_step = draw.choice("exit", len(sigmas))
-        used = exit_step + 1 if self.settings.transition == "renoise" else 1
-        shape = (used, *model.sample_shape)
-        noise = draw.normal("rollout", batch.sample_ids, shape, roles.dtype)
-        x = model.path.prior(noise[:, 0])
+        rollout = self.rollout(roles.model, batch, draw, roles.dtype)
+        noise, sigmas = rollout.noise, rollout.sigmas
+        exit_step = len(sigmas) - 1
+        x = roles.model.path.prior(noise[:, 0])
         with roles.use(STUDENT) as student:
             for step in range(exit_step):
                 prediction = student(x, sigma_tensor(sigmas[step], x), batch.condition)
@@ -275,7 +304,7 @@ class DMD2(Method):
             loss=dmd_surrogate(x0, target.direction).mean(),
             metrics=sample_statistics(samples),
             outputs={"x0": samples},
-            nonfinite_entries=target.nonfinite_entries,
+            nonfinite_entries=target.nonfinite_entries.sum(),
             entries=samples.numel(),
         )
 

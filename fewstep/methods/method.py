@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import ClassVar, Literal, final
+from typing import ClassVar, Literal, NamedTuple, final
 
+import torch
 from torch import Tensor
 
 from fewstep.data.batches import Batch
@@ -28,7 +29,7 @@ class PhaseLoss:
         metrics: detached scalars, means over the samples.
         normalizer: None (samples count equally), or a positive number n: the phase's gradient is
             then sum(n * grad) / sum(n) over micro-batches and ranks.
-        outputs: detached tensors [B, ...] that later phases of the cycle may use.
+        outputs: detached student samples [B, ...] that later phases of the cycle may use.
         nonfinite_entries: how many entries were not finite and zeroed, int64 [].
         entries: how many there are; a phase in which none is finite is skipped.
     """
@@ -68,6 +69,31 @@ class SamplerSpec:
         return calls * (1 if self.guidance == 1 else 2)
 
 
+@final
+@dataclass(frozen=True)
+class Rollout:
+    """Student samples that a phase works on, said so that any engine can make them.
+
+    Attributes:
+        noise: standard normal [B, N, ...]: the start, and for "renoise" that of each step after.
+        sigmas: the student's grid up to the step whose clean sample is wanted.
+        transition: from one of them to the next.
+        condition: each entry [B, ...].
+    """
+
+    noise: Tensor
+    sigmas: tuple[float, ...]
+    transition: Transition
+    condition: Mapping[str, Tensor]
+
+
+class TensorSpec(NamedTuple):
+    """One tensor of external data: the shape of a sample, and the dtype."""
+
+    shape: Sequence[int]
+    dtype: torch.dtype
+
+
 class Method(ABC):
     """One algorithm of one paper. A new one is one file and one line in `methods.METHODS`.
 
@@ -76,12 +102,17 @@ class Method(ABC):
         roles: the roles that it needs, without student_ema.
         trained_roles: those that get an optimizer.
         needs_data: whether batches must hold clean data.
+        scored_by: trained role -> roles that score its samples, all at once; another group than
+            its own may do that.
+        stale_samples: roles whose phases may learn from samples of a student a few updates old.
     """
 
     name: ClassVar[str]
     roles: ClassVar[tuple[str, ...]]
     trained_roles: ClassVar[tuple[str, ...]]
     needs_data: ClassVar[bool]
+    scored_by: ClassVar[Mapping[str, tuple[str, ...]]] = {}
+    stale_samples: ClassVar[tuple[str, ...]] = ()
 
     @property
     @abstractmethod
@@ -115,8 +146,46 @@ class Method(ABC):
             draw: random numbers of this phase.
             rollout: random numbers of the student's samples (those of another phase, where
                 phases share their samples).
-            external: detached tensors [B, ...] from earlier phases of the cycle.
+            external: detached tensors [B, ...] that were computed before: student samples of an
+                earlier phase, or what `external_tensors` names.
         """
+
+    def external_tensors(
+        self, role: str, model: Model, dtype: torch.dtype
+    ) -> Mapping[str, TensorSpec]:
+        """What a phase of `role` is given where the roles that it needs live elsewhere."""
+        return {}
+
+    def rollout(self, model: Model, batch: Batch, draw: Draw, dtype: torch.dtype) -> Rollout:
+        """The student samples of a phase: those that it would make by itself, bit for bit.
+
+        Args:
+            model: the adapter.
+            batch: samples of the phase.
+            draw: random numbers of the phase's samples.
+            dtype: of the noise.
+
+        Raises:
+            ValueError: for methods whose phases use none.
+        """
+        raise ValueError(f"the phases of {self.name} use no student samples")
+
+    def score_for(
+        self, role: str, roles: Roles, x0: Tensor, batch: Batch, draw: Draw
+    ) -> Mapping[str, Tensor]:
+        """What the roles of `scored_by` say of student samples, for a phase of `role` elsewhere.
+
+        Args:
+            role: whose phase it is for.
+            roles: those that score, at least.
+            x0: the samples [B, ...].
+            batch: whose they are.
+            draw: random numbers of that phase.
+
+        Raises:
+            ValueError: where nothing scores that role's samples.
+        """
+        raise ValueError(f"{self.name} scores no samples for {role}")
 
 
 def trained_transition(solver: Solver) -> Transition:

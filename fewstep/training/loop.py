@@ -6,11 +6,8 @@ import signal
 import threading
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import replace
 from types import FrameType
 from typing import Protocol, final
-
-from torch import Tensor
 
 from fewstep.training.cycle import CycleSettings, plan_cycle
 from fewstep.training.phase import Executor, PhaseResult
@@ -82,14 +79,9 @@ class StopRequest:
 def run_cycle(
     executor: Executor, cycle: int, fake_updates_per_student: int, settings: CycleSettings
 ) -> list[PhaseResult]:
-    """Run the phases of one cycle in order, handing the outputs of earlier ones to later ones."""
-    results: list[PhaseResult] = []
-    handed_over: dict[str, Tensor] = {}
-    for request in plan_cycle(cycle, fake_updates_per_student, settings):
-        result = executor.run_phase(replace(request, external=dict(handed_over)))
-        handed_over |= result.outputs
-        results.append(replace(result, outputs={}))
-    return results
+    """Run the phases of one cycle in order."""
+    plan = plan_cycle(cycle, fake_updates_per_student, settings)
+    return [executor.run_phase(request) for request in plan]
 
 
 def train_cycles(

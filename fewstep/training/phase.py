@@ -20,8 +20,10 @@ class PhaseRequest:
         role: the role trained.
         rollout: name of the phase whose batch and student samples it uses (its own, or the
             student's where the phases of a cycle share them).
-        hands_over: whether its outputs are wanted by later phases of the cycle.
-        external: outputs of earlier phases, detached, by name: each [B, ...].
+        hands_over: whether later phases of the cycle use its student samples; who runs them keeps
+            these until then.
+        external: what other workers have computed for it, detached, by name: each [b, ...], the
+            rows of the rank that gets it.
     """
 
     cycle: int
@@ -42,14 +44,12 @@ class PhaseResult:
         updated: False where the update was skipped for non-finite numbers.
         attempt: how many phases have trained this role, this one included.
         metrics: loss, grad_norm, lr, skipped and what the method reports; means over samples.
-        outputs: detached tensors [B, ...] for later phases.
     """
 
     request: PhaseRequest
     updated: bool
     attempt: int
     metrics: Mapping[str, float]
-    outputs: Mapping[str, Tensor] = field(default_factory=dict)
 
 
 class Executor(Protocol):

@@ -142,7 +142,7 @@ def phase_values(
     return values
 
 
-def concatenate_outputs(losses: Sequence[tuple[PhaseLoss, MicroBatch]]) -> dict[str, Tensor]:
-    """Outputs of this rank's micro-batches, in the order of the samples."""
-    counted = [loss for loss, part in losses if part.count]
-    return {key: torch.cat([loss.outputs[key] for loss in counted]) for key in counted[0].outputs}
+def concatenate(parts: Sequence[tuple[Mapping[str, Tensor], MicroBatch]]) -> dict[str, Tensor]:
+    """Tensors of this rank's micro-batches as one, in the order of the samples."""
+    counted = [tensors for tensors, part in parts if part.count]
+    return {key: torch.cat([tensors[key] for tensors in counted]) for key in counted[0]}

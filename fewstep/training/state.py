@@ -10,7 +10,7 @@ from torch import Tensor
 
 from fewstep.errors import TrainingError, UserError
 from fewstep.parallel.sharding import Sharding
-from fewstep.roles.role import Role, Roles
+from fewstep.roles.role import STUDENT_EMA, Role, Roles
 from fewstep.roles.storage import Storage
 
 MOMENTS = ("exp_avg", "exp_avg_sq")
@@ -52,7 +52,10 @@ def network_tensors(storage: Storage, sharding: Sharding) -> dict[str, dict[str,
 
 
 def empty_state(
-    roles: Roles, sharding: Sharding, optimizers: Mapping[str, Iterable[str]]
+    roles: Roles,
+    sharding: Sharding,
+    optimizers: Mapping[str, Iterable[str]],
+    partial: bool = False,
 ) -> dict[str, Any]:
     """What the tensors of a checkpoint are read into: like `state_dict`, without counters.
 
@@ -60,12 +63,13 @@ def empty_state(
         roles: of the run.
         sharding: how its networks are spread.
         optimizers: for each trained role the names of its optimizer's saved tensors.
+        partial: whether there may be optimizers of other roles, which are not read.
 
     Raises:
         UserError: where one belongs to no parameter of its role.
     """
     own = {r.name: r for r in roles.values() if r.trainable}
-    check_names("optimizers", optimizers, own)
+    check_names("optimizers", optimizers, own, partial)
     return {
         "networks": network_tensors(roles.storage, sharding),
         "optimizers": {
@@ -75,31 +79,45 @@ def empty_state(
     }
 
 
-def load_state_dict(roles: Roles, sharding: Sharding, state: Mapping[str, Any]) -> None:
+def load_state_dict(
+    roles: Roles, sharding: Sharding, state: Mapping[str, Any], partial: bool = False
+) -> None:
     """Put back what `state_dict` gave; every key must be there and none be left over.
+
+    Args:
+        roles: of the run, or of one group of several.
+        sharding: how their networks are spread.
+        state: what was saved.
+        partial: whether it may hold the state of other roles, networks and adapters too, which is
+            passed over; what these roles need must be there all the same.
 
     Raises:
         UserError: where networks, optimizers, roles or their tensors are missing or left over.
     """
     networks = roles.storage.tensors
     trained = {r.name: r for r in roles.values() if r.trainable}
-    check_names("networks", state["networks"], networks)
-    check_names("optimizers", state["optimizers"], trained)
-    check_names("roles", state["counters"]["roles"], roles)
+    check_names("networks", state["networks"], networks, partial)
+    check_names("optimizers", state["optimizers"], trained, partial)
+    check_names("roles", state["counters"]["roles"], roles, partial)
     for name, tensors in networks.items():
-        check_names(f"tensors of network {name}", state["networks"][name], tensors)
+        check_names(f"tensors of network {name}", state["networks"][name], tensors, partial)
         load_tensors(tensors, state["networks"][name], sharding)
     for role in roles.values():
         for key, value in state["counters"]["roles"][role.name].items():
             setattr(role, key, value)
         if role.trainable:
             load_optimizer_tensors(role, state["optimizers"][role.name], sharding)
-    roles.ema_updates = state["counters"]["ema_updates"]
+    # Counted where the average is.
+    roles.ema_updates = state["counters"]["ema_updates"] if STUDENT_EMA in roles else 0
 
 
-def check_names(what: str, found: Iterable[str], needed: Iterable[str]) -> None:
-    """Raise UserError unless what was saved is what the run has."""
+def check_names(
+    what: str, found: Iterable[str], needed: Iterable[str], partial: bool = False
+) -> None:
+    """Raise UserError unless what was saved is what the run has; `partial`: there may be more."""
     found, needed = set(found), set(needed)
+    if partial:
+        found &= needed
     if found != needed:
         missing, extra = sorted(needed - found)[:4], sorted(found - needed)[:4]
         raise UserError(

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from typing import Annotated, Any, final
 
@@ -23,7 +24,7 @@ from fewstep.training.phase import PhaseRequest, PhaseResult
 from fewstep.training.reduction import (
     MicroBatch,
     check_normalizers,
-    concatenate_outputs,
+    concatenate,
     local_sums,
     micro_batches,
     phase_values,
@@ -48,6 +49,16 @@ class TrainSettings(Settings):
 
 
 @final
+@dataclass(frozen=True)
+class Kept:
+    """Student samples of a phase, kept for later ones of its cycle: each [b, ...]."""
+
+    cycle: int
+    rollout: str
+    outputs: Mapping[str, Tensor]
+
+
+@final
 @dataclass
 class Worker:
     """Holds roles and runs phases on them; one on every rank.
@@ -67,6 +78,7 @@ class Worker:
     roles: Roles
     batches: BatchSource
     sharding: Sharding = field(default_factory=Replicated)
+    _kept: Kept | None = field(default=None, init=False, repr=False)
 
     @property
     def ranks(self) -> Ranks:
@@ -81,8 +93,14 @@ class Worker:
                 skipped updates in a row, or, in a run of several ranks, anything else, with
                 rank, cycle and role.
         """
-        try:
+        with self._placing_errors(request):
             return self._run_phase(request)
+
+    @contextmanager
+    def _placing_errors(self, request: PhaseRequest) -> Iterator[None]:
+        """Say where an error was, in a run of several ranks."""
+        try:
+            yield
         except UserError:
             raise
         except Exception as error:
@@ -99,13 +117,14 @@ class Worker:
         rollout = Draw(self.seed, request.cycle, request.rollout)
         size, mine = self.settings.batch_size, self.ranks.share(self.settings.batch_size)
         batch = self.batches.batch(rollout, size, mine)
+        external = self._external(request)
         self._clear_gradients(role)
-        parts = micro_batches(size, self.ranks, self.settings.micro_batch_size)
+        parts = self._micro_batches()
         losses = []
-        for part in parts:
-            rows = slice(part.rows.start - mine.start, part.rows.stop - mine.start)
-            with self.sharding.accumulating(self.roles.storage, role.name, part is parts[-1]):
-                losses.append((self._backward(request, batch, rows, rollout, part.count), part))
+        for part, rows in parts:
+            with self.sharding.accumulating(self.roles.storage, role.name, part is parts[-1][0]):
+                loss = self._backward(request, batch, external, rows, rollout, part.count)
+                losses.append((loss, part))
         # Before they are reduced: ranks that have others would average different tensors.
         self.roles.check_gradients(role.name, self.sharding.zeros_for_none)
         self.sharding.reduce(gradients(role))
@@ -114,24 +133,68 @@ class Worker:
         updated = self._update(role, values)
         self._clear_gradients(role)
         values |= {"lr": learning_rate, "updates": role.successful, "skipped": role.skipped}
-        outputs = concatenate_outputs(losses) if request.hands_over else {}
-        done = replace(request, external={})
-        return PhaseResult(done, updated, role.attempted, values, outputs)
+        if request.hands_over:
+            outputs = concatenate([(loss.outputs, part) for loss, part in losses])
+            self._kept = Kept(request.cycle, request.rollout, outputs)
+        return PhaseResult(replace(request, external={}), updated, role.attempted, values)
+
+    def score(self, request: PhaseRequest) -> dict[str, Tensor]:
+        """What roles of this worker say of student samples, for a phase of another group.
+
+        Args:
+            request: that phase; its external "x0" are this rank's samples [b, ...].
+
+        Returns:
+            What `Method.external_tensors` names, for this rank's samples: each [b, ...].
+        """
+        with self._placing_errors(request):
+            mine = self.ranks.share(self.settings.batch_size)
+            rollout = Draw(self.seed, request.cycle, request.rollout)
+            batch = self.batches.batch(rollout, self.settings.batch_size, mine)
+            draw, x0 = Draw(self.seed, request.cycle, request.name), request.external["x0"]
+            found = []
+            for part, rows in self._micro_batches():
+                some = batch.rows(rows.start, rows.stop)
+                scores = self.method.score_for(request.role, self.roles, x0[rows], some, draw)
+                found.append((scores, part))
+            return concatenate(found)
+
+    def _micro_batches(self) -> list[tuple[MicroBatch, slice]]:
+        """This rank's portions of a batch, and where they are in its own rows."""
+        size = self.settings.batch_size
+        first = self.ranks.share(size).start
+        return [
+            (part, slice(part.rows.start - first, part.rows.stop - first))
+            for part in micro_batches(size, self.ranks, self.settings.micro_batch_size)
+        ]
+
+    def _external(self, request: PhaseRequest) -> Mapping[str, Tensor]:
+        """What was computed before for the phase: elsewhere, or here by an earlier phase."""
+        kept = self._kept
+        shared = kept is not None and (kept.cycle, kept.rollout) == (request.cycle, request.rollout)
+        return {**(kept.outputs if kept is not None and shared else {}), **request.external}
 
     def _backward(
-        self, request: PhaseRequest, batch: Batch, rows: slice, rollout: Draw, count: int
+        self,
+        request: PhaseRequest,
+        batch: Batch,
+        given: Mapping[str, Tensor],
+        rows: slice,
+        rollout: Draw,
+        count: int,
     ) -> PhaseLoss:
         """Add a micro-batch's gradient, weighted, to the role's; the loss without its graph.
 
         Args:
             request: the phase.
             batch: this rank's samples.
+            given: what was computed before for them.
             rows: those of the micro-batch.
             rollout: random numbers of the student's samples.
             count: how many of them count: all, or none.
         """
         draw = Draw(self.seed, request.cycle, request.name)
-        external = {key: value[rows] for key, value in request.external.items()}
+        external = {key: value[rows] for key, value in given.items()}
         part = batch.rows(rows.start, rows.stop)
         with self.roles.use(request.role):
             phase_loss = self.method.phase_loss(

@@ -5,10 +5,8 @@ from __future__ import annotations
 import os
 import signal
 import threading
-from dataclasses import replace
 
 import pytest
-import torch
 
 from fewstep.training.cycle import CycleSettings
 from fewstep.training.loop import StopRequest, run_cycle, train_cycles
@@ -24,27 +22,19 @@ class Recorder:
 
     def run_phase(self, request: PhaseRequest) -> PhaseResult:
         self.requests.append(request)
-        outputs = {"x0": torch.tensor([len(self.requests)])} if request.hands_over else {}
-        return PhaseResult(replace(request, external={}), True, 1, {}, outputs)
+        return PhaseResult(request, True, 1, {})
 
     def after_cycle(self, cycle, results) -> None:
         self.cycles.append(cycle)
 
 
-def test_outputs_of_the_first_phase_reach_all_later_ones_of_the_cycle() -> None:
-    executor = Recorder()
-    settings = CycleSettings(fake_batches="reuse_student")
+def test_the_phases_of_a_cycle_are_run_in_order() -> None:
+    executor, settings = Recorder(), CycleSettings(order="fake_score_first")
     for cycle in (1, 2):
         results = run_cycle(executor, cycle, 2, settings)
-        assert all(r.outputs == {} for r in results)
-    received = [{k: int(v) for k, v in r.external.items()} for r in executor.requests]
-    assert received == [{}, {"x0": 1}, {"x0": 1}, {}, {"x0": 4}, {"x0": 4}]
-
-
-def test_nothing_is_handed_over_by_default() -> None:
-    executor = Recorder()
-    run_cycle(executor, 1, 2, CycleSettings())
-    assert [r.external for r in executor.requests] == [{}, {}, {}]
+        assert [r.request for r in results] == executor.requests[-3:]
+    names = ["fake_score/0", "fake_score/1", "student"]
+    assert [(r.cycle, r.name) for r in executor.requests] == [(c, n) for c in (1, 2) for n in names]
 
 
 def test_hooks_run_after_each_cycle_in_order() -> None:

@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 
+from fewstep.diffusion.draw import Draw
 from fewstep.errors import UserError
 from fewstep.training.cycle import CycleSettings
 from fewstep.training.loop import run_cycle
@@ -70,11 +71,13 @@ def test_interval_and_last_cycle(build_worker, dmd2) -> None:
 
 
 def test_sample_statistics_are_those_of_all_samples(build_worker, dmd2, monkeypatch) -> None:
-    worker = build_worker(dmd2(), micro_batch_size=3)
-    request = PhaseRequest(1, "student", "student", "student", hands_over=True)
-    result = worker.run_phase(request)
-    x0 = result.outputs["x0"]
+    other, worker = build_worker(dmd2()), build_worker(dmd2(), micro_batch_size=3)
+    request = PhaseRequest(1, "student", "student", "student")
+    draw = Draw(11, 1, "student")
+    simulation = other.method.simulate(other.roles, other.batches.batch(draw, 8), draw)
+    x0 = other.method.generate(other.roles, simulation).detach()
     assert len(x0) == 8
+    result = worker.run_phase(request)
     assert result.metrics["sample_mean"] == pytest.approx(float(x0.mean()))
     assert result.metrics["sample_std"] == pytest.approx(float(x0.std(unbiased=False)))
     per_sample = x0.var(dim=1, unbiased=False).mean()

@@ -181,9 +181,9 @@ def test_partly_non_finite_directions_are_counted_and_zeroed(build_worker, dmd2)
     expected = clean.method.score(clean.roles, x0, batch, draw)
     found = poisoned.method.score(poisoned.roles, x0, batch, draw)
     changed = found.direction != expected.direction
-    assert expected.nonfinite_entries == 0
-    assert 0 < int(found.nonfinite_entries) < 8
-    assert int(changed.sum()) == int(found.nonfinite_entries)
+    assert not expected.nonfinite_entries.any()
+    assert 0 < int(found.nonfinite_entries.sum()) < 8
+    assert torch.equal(changed.sum(1), found.nonfinite_entries)
     assert (found.direction[changed] == 0).all()
 
 
