@@ -29,6 +29,8 @@ from fewstep.training.metrics import LoggingSettings
 from fewstep.training.worker import TrainSettings
 
 from fewstep.checkpoint import CheckpointSettings  # isort: skip
+from fewstep.placement import PlacementSettings  # isort: skip
+from fewstep.rollout import RolloutSettings  # isort: skip
 from fewstep.validation import ValidationSettings  # isort: skip
 
 MAY_CHANGE = (
@@ -45,6 +47,10 @@ MAY_CHANGE = (
     "runtime.activation_checkpointing",
     "parallel",
     "launch",
+    "placement",
+    "rollout.workers",
+    "rollout.engine",
+    "rollout.bucket_mib",
 )
 
 
@@ -123,6 +129,8 @@ class Recipe(Settings):
     runtime: RuntimeSettings = RuntimeSettings()
     parallel: ParallelSettings = ParallelSettings()
     launch: LaunchSettings = LaunchSettings()
+    placement: PlacementSettings = PlacementSettings()
+    rollout: RolloutSettings = RolloutSettings()
 
     @model_validator(mode="after")
     def _check(self) -> Recipe:

@@ -54,10 +54,20 @@ class ParallelSettings(Settings):
 
 @final
 class LaunchSettings(Settings):
-    """The processes of a run on this machine. Under torchrun its own arguments decide."""
+    """The processes of a run. Under torchrun its own arguments decide."""
 
+    kind: Literal["local", "ray"] = Field(
+        "local", description="local: processes of this machine; ray: those of a Ray cluster"
+    )
     processes: Positive = Field(
-        1, description="processes that `fewstep train` starts, one for each device"
+        1,
+        description="processes that `fewstep train` starts, one for each device; on Ray: the size "
+        "of every trainer group",
+    )
+    address: str | None = Field(
+        None,
+        description="ray: 'auto' or host:port of a cluster that is running; null: start one on "
+        "this machine for the run",
     )
     timeout_seconds: Positive = Field(
         600, description="how long a rank waits for the others before it gives up and says so"
@@ -67,3 +77,14 @@ class LaunchSettings(Settings):
         description="how long a run that `fewstep train` has started and that is stopped may take "
         "to finish its cycle and save; then it is killed",
     )
+
+    @model_validator(mode="after")
+    def _check(self) -> LaunchSettings:
+        if self.address is not None and self.kind != "ray":
+            raise ValueError(f"address: only for kind 'ray'; kind is {self.kind!r}")
+        if self.address is not None and self.address.startswith("ray://"):
+            raise ValueError(
+                f"address: {self.address!r} is that of a Ray client, through which no driver can "
+                f"share files with its workers; start the run on a node of the cluster, with 'auto'"
+            )
+        return self
