@@ -15,7 +15,7 @@ from fewstep.features import FeatureNetwork, InceptionFeatures, RawFeatures, tra
 from fewstep.methods.method import SamplerSpec
 from fewstep.parallel.ranks import SINGLE, Ranks
 from fewstep.roles.role import STUDENT, STUDENT_EMA, Roles
-from fewstep.sampling import balanced_labels, sample_role
+from fewstep.sampling import Samples, balanced_labels, sample_role
 from fewstep.settings import Settings
 from fewstep.training.metrics import Metrics, logger
 from fewstep.training.phase import PhaseResult
@@ -65,6 +65,31 @@ def sampled_role(roles: Container[str]) -> str:
     return STUDENT_EMA if STUDENT_EMA in roles else STUDENT
 
 
+def validation_samples(
+    settings: ValidationSettings, roles: Roles, spec: SamplerSpec, ranks: Ranks = SINGLE
+) -> Samples | None:
+    """What the student, or its average, is judged by; None before the student's first update.
+
+    Args:
+        settings: how many, and of which noise.
+        roles: hold the student.
+        spec: how it is sampled.
+        ranks: that share the sampling; every one of them calls this.
+    """
+    if roles[STUDENT].successful == 0:
+        return None  # in the fake-only warm-up there is no student to judge yet
+    return sample_role(
+        roles,
+        sampled_role(roles),
+        spec,
+        settings.samples,
+        labels=balanced_labels(roles.model.classes, settings.samples),
+        seed=settings.seed,
+        batch_size=settings.batch_size,
+        ranks=ranks,
+    )
+
+
 @final
 class ValidationHook:
     """Samples the student, measures, and remembers the best cycle."""
@@ -72,8 +97,7 @@ class ValidationHook:
     def __init__(
         self,
         settings: ValidationSettings,
-        roles: Roles,
-        spec: SamplerSpec,
+        sample: Callable[[ValidationSettings], Samples | None],
         evaluator: Evaluator | None,
         metrics: Metrics,
         last_cycle: int,
@@ -85,8 +109,7 @@ class ValidationHook:
 
         Args:
             settings: schedule and metric.
-            roles: holds the student.
-            spec: how it is sampled.
+            sample: gives the `validation_samples` of the student as it is now.
             evaluator: knows the real data; only rank 0 needs one.
             metrics: where results go.
             last_cycle: is validated whatever the schedule.
@@ -96,8 +119,7 @@ class ValidationHook:
         """
         self._ranks = ranks
         self._settings = settings
-        self._roles = roles
-        self._spec = spec
+        self._sample = sample
         self._evaluator = evaluator
         self._metrics = metrics
         self._last_cycle = last_cycle
@@ -109,9 +131,10 @@ class ValidationHook:
         """See `Hook`."""
         if cycle != self._last_cycle and cycle % self._settings.every != 0:
             return
-        if self._roles[STUDENT].successful == 0:
-            return  # in the fake-only warm-up there is no student to judge yet
-        values = self.validate()
+        samples = self._sample(self._settings)
+        if samples is None:
+            return
+        values = self.judge(samples)
         if values is None:
             # The run goes on: it may recover, or end by its skipped updates.
             message = "no validation: the student's samples are not finite"
@@ -124,23 +147,11 @@ class ValidationHook:
             self.best = {"cycle": cycle, "metric": self._settings.metric, "value": value}
             self._on_best(cycle, self.best)
 
-    def validate(self) -> dict[str, Any] | None:
-        """Metrics of the student as it is now; None where its samples are not finite."""
-        s = self._settings
-        labels = balanced_labels(self._roles.model.classes, s.samples)
-        samples = sample_role(
-            self._roles,
-            sampled_role(self._roles),
-            self._spec,
-            s.samples,
-            labels=labels,
-            seed=s.seed,
-            batch_size=s.batch_size,
-            ranks=self._ranks,
-        )
+    def judge(self, samples: Samples) -> dict[str, Any] | None:
+        """Metrics of samples; None where they are not finite."""
         values = None
         if self._evaluator is not None and torch.isfinite(samples.images).all():
-            values = dict(self._evaluator.evaluate(samples.images, labels).as_dict())
+            values = dict(self._evaluator.evaluate(samples.images, samples.labels).as_dict())
         # All ranks must agree on which cycle is the best: they save it together.
         return self._ranks.tell(lambda: values)
 

@@ -37,7 +37,7 @@ from fewstep.checkpoint import (
     write_best,
 )
 from fewstep.errors import UserError
-from fewstep.launch.hooks import CheckpointHook
+from fewstep.launch.hooks import CheckpointHook, RunSaves
 from fewstep.launch.local import train
 
 PACKAGE = Path(package.__file__).parent
@@ -691,12 +691,12 @@ def test_every_moment_of_publishing_what_was_saved_in_the_background(tmp_path) -
 def test_the_end_of_a_run_publishes_what_is_being_written(make_recipe, tmp_path) -> None:
     run = train(make_recipe("dmd2", {"checkpoint.asynchronous": True}))
     expected = [f"cycle_{c:06d}" for c in (4, 9)]
-    with CheckpointHook(run) as hook:
+    with CheckpointHook(1000, RunSaves(run), alone=True) as hook:
         hook.after_cycle(4, [])
         hook.save_best(9, {"cycle": 9, "metric": "recall", "value": 0.5})
     assert listing(run.directory) == ["best.json", *expected]
     for error in (ZeroDivisionError, KeyboardInterrupt):
-        hook = CheckpointHook(run)
+        hook = CheckpointHook(1000, RunSaves(run), alone=True)
 
         def fail(hook: CheckpointHook = hook, error: type[BaseException] = error) -> None:
             with hook:

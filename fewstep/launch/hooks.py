@@ -3,20 +3,22 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import Any, final
+from typing import Any, Protocol, final
 
 from fewstep.checkpoint import Saver, checkpoint_path, is_complete, read_best
 from fewstep.config import Recipe, dump_recipe, fingerprint
 from fewstep.data.batches import DataBatches
 from fewstep.evaluation import Evaluator
+from fewstep.parallel.ranks import SINGLE, Ranks
 from fewstep.run import RECIPE, Run
+from fewstep.sampling import Samples
 from fewstep.training.loop import Hook
 from fewstep.training.metrics import DriftMonitor, LoggingHook, Metrics
 from fewstep.training.phase import PhaseResult
 from fewstep.training.worker import Worker
-from fewstep.validation import ValidationHook
+from fewstep.validation import ValidationHook, ValidationSettings
 
 FINGERPRINT = "fingerprint.json"
 
@@ -24,31 +26,45 @@ OnCycle = Callable[[int, Sequence[PhaseResult]], None]
 
 
 def build_hooks(
-    run: Run,
-    reference: dict[str, float] | None,
+    recipe: Recipe,
+    start: int,
+    reference: Mapping[str, float] | None,
+    sample: Callable[[ValidationSettings], Samples | None],
     evaluator: Evaluator | None,
     metrics: Metrics,
     on_cycle: OnCycle | None,
     saver: CheckpointHook,
+    ranks: Ranks = SINGLE,
 ) -> list[Hook]:
-    """What happens after each cycle: log, watch, validate, call back, save (in this order)."""
-    recipe, roles, last = run.recipe, run.roles, run.recipe.train.cycles
+    """What happens after each cycle: log, watch, validate, call back, save (in this order).
+
+    Args:
+        recipe: resolved.
+        start: the cycle that the run goes on from.
+        reference: moments of the teacher's samples, of a run that has a teacher.
+        sample: gives the samples that the student is validated by.
+        evaluator: judges them, on rank 0.
+        metrics: where everything is written.
+        on_cycle: of the caller.
+        saver: saves on schedule, and the best.
+        ranks: that call the hooks together.
+    """
+    last, directory = recipe.train.cycles, Path(recipe.run_dir)
     hooks: list[Hook] = [LoggingHook(metrics, recipe.logging, last)]
     if reference is not None:
-        metrics.write("reference", 0, run.cycle, reference)
+        metrics.write("reference", 0, start, reference)
         hooks.append(DriftMonitor(metrics, reference))
     if recipe.validation is not None:
         hooks.append(
             ValidationHook(
                 recipe.validation,
-                roles,
-                run.method.sampler(),
+                sample,
                 evaluator,
                 metrics,
                 last,
-                run.worker.ranks.tell(lambda: known_best(run.directory)),
+                ranks.tell(lambda: known_best(directory)),
                 saver.save_best,
-                run.worker.ranks,
+                ranks,
             )
         )
     if on_cycle is not None:
@@ -62,6 +78,11 @@ def known_best(directory: Path) -> dict[str, Any] | None:
     if best is None or not is_complete(checkpoint_path(directory, best["cycle"])):
         return None
     return best
+
+
+def run_documents(recipe: Recipe, found: Mapping[str, Any]) -> dict[str, str]:
+    """What a checkpoint says of its run; `found`: the run's fingerprint."""
+    return {RECIPE: dump_recipe(recipe), FINGERPRINT: json.dumps(found, indent=1)}
 
 
 def run_fingerprint(recipe: Recipe, worker: Worker) -> dict[str, Any]:
@@ -85,6 +106,30 @@ class CallbackHook:
         self._function(cycle, results)
 
 
+class Saves(Protocol):
+    """Whatever can save the state of a run, at once or in the background."""
+
+    def save(self, cycle: int) -> None:
+        """Save the state after `cycle`; may return before it is written."""
+        ...
+
+    def name_best(self, best: Mapping[str, Any]) -> None:
+        """Say which checkpoint is the best, once it is published."""
+        ...
+
+    def poll(self) -> None:
+        """Publish what has been written meanwhile; called after each cycle."""
+        ...
+
+    def finish(self) -> None:
+        """Wait for what is being written in the background, and publish it."""
+        ...
+
+    def close(self) -> None:
+        """Let the background end."""
+        ...
+
+
 @final
 class CheckpointHook:
     """Saves on schedule and when the student is the best so far; every rank has one.
@@ -92,20 +137,16 @@ class CheckpointHook:
     As a context, it sees to it that what is being written in the background is published.
     """
 
-    def __init__(self, run: Run) -> None:
-        """`run`: whose state is saved."""
-        self._run = run
-        self._saver = Saver(
-            run.directory,
-            run.recipe.checkpoint,
-            run.worker.ranks,
-            run.recipe.launch.timeout_seconds,
-        )
+    def __init__(self, every: int, saves: Saves, alone: bool) -> None:
+        """Prepare to save.
+
+        Args:
+            every: cycles between checkpoints.
+            saves: does it.
+            alone: whether no other process calls the same hook.
+        """
+        self._every, self._saves, self._alone = every, saves, alone
         self._saved: int | None = None
-        self._documents = {
-            RECIPE: dump_recipe(run.recipe),
-            FINGERPRINT: json.dumps(run_fingerprint(run.recipe, run.worker), indent=1),
-        }
 
     def __enter__(self) -> CheckpointHook:
         return self
@@ -113,28 +154,46 @@ class CheckpointHook:
     def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
         try:
             # Ranks that fail do not all fail here: they must not wait for one another.
-            if kind is None or self._run.worker.ranks.size == 1:
-                self.finish()
+            if kind is None or self._alone:
+                self._saves.finish()
         finally:
-            self._saver.close()
+            self._saves.close()
 
     def after_cycle(self, cycle: int, results: Sequence[PhaseResult]) -> None:
         """See `Hook`."""
-        self._saver.poll()
-        if cycle % self._run.recipe.checkpoint.every == 0:
+        self._saves.poll()
+        if cycle % self._every == 0:
             self.save(cycle)
 
     def save_best(self, cycle: int, best: dict[str, Any]) -> None:
         """Save the cycle and name it the best."""
         self.save(cycle)
-        self._saver.name_best(best)
+        self._saves.name_best(best)
 
     def save(self, cycle: int) -> None:
         """Save the state after `cycle`, once."""
         if self._saved != cycle:
-            self._saver.save(cycle, self._run.worker.state_dict(), self._documents)
+            self._saves.save(cycle)
             self._saved = cycle
 
-    def finish(self) -> None:
-        """Wait for what is being written in the background, and publish it."""
-        self._saver.finish()
+
+@final
+class RunSaves:
+    """Saves a run whose roles are all in this process and its peers."""
+
+    def __init__(self, run: Run) -> None:
+        """`run`: whose state is saved."""
+        self._worker = run.worker
+        self._saver = Saver(
+            run.directory,
+            run.recipe.checkpoint,
+            run.worker.ranks,
+            run.recipe.launch.timeout_seconds,
+        )
+        self._documents = run_documents(run.recipe, run_fingerprint(run.recipe, run.worker))
+        self.name_best, self.poll = self._saver.name_best, self._saver.poll
+        self.finish, self.close = self._saver.finish, self._saver.close
+
+    def save(self, cycle: int) -> None:
+        """See `Saves.save`."""
+        self._saver.save(cycle, self._worker.state_dict(), self._documents)

@@ -30,6 +30,7 @@ from fewstep.launch.hooks import (
     FINGERPRINT,
     CheckpointHook,
     OnCycle,
+    RunSaves,
     build_hooks,
     run_fingerprint,
 )
@@ -50,11 +51,11 @@ from fewstep.run import (
     resolve_recipe,
     seeded,
 )
-from fewstep.sampling import balanced_labels, cpu_threads, sample_role
+from fewstep.sampling import Samples, balanced_labels, cpu_threads, sample_role
 from fewstep.training.loop import StopRequest, train_cycles
 from fewstep.training.metrics import Metrics, logger, open_metrics
 from fewstep.training.worker import Worker
-from fewstep.validation import build_evaluator
+from fewstep.validation import ValidationSettings, build_evaluator, validation_samples
 
 Resume = bool | Literal["auto"]
 
@@ -133,8 +134,14 @@ def train_in_process(
     ranks.barrier()  # every rank has looked at the directory as it was
     metrics = open_directory(run, resume, lock)
     try:
-        saver = CheckpointHook(run)
-        hooks = build_hooks(run, reference, evaluator, metrics, on_cycle, saver)
+        saver = CheckpointHook(recipe.checkpoint.every, RunSaves(run), alone=ranks.size == 1)
+
+        def sample(settings: ValidationSettings) -> Samples | None:
+            return validation_samples(settings, run.roles, run.method.sampler(), ranks)
+
+        hooks = build_hooks(
+            recipe, start, reference, sample, evaluator, metrics, on_cycle, saver, ranks
+        )
         cycles = range(start + 1, recipe.train.cycles + 1)
         k = worker.method.fake_updates_per_student
         # Saving ends last, with what is still being written in the background.
