@@ -175,7 +175,7 @@ def _tensors_table(directory: Path, names: Mapping[str, list[str]]) -> Table:
 def _files_by_owner(directory: Path) -> dict[str, int]:
     """In how many files each network and each optimizer lies."""
     found: dict[str, int] = defaultdict(int)
-    for file in directory.iterdir():
+    for file in filter(Path.is_file, directory.rglob("*")):
         with safe_open(file, "pt") as content:
             for owner in set(map(_owner, content.keys())):
                 found[owner] += 1
@@ -204,10 +204,14 @@ def _files_table(checkpoint: Path) -> Table:
     for name in ("file", "bytes", "SHA-256"):
         table.add_column(name, justify="right" if name == "bytes" else "left")
     files = read_manifest(checkpoint) or {}
-    shards = [f for f in files if f.startswith(f"{TENSORS}/")]
-    total = sum(files[f]["size"] for f in shards)
-    table.add_row(f"{TENSORS}/ ({len(shards)} shards)", f"{total:,}", "")
+    shards = defaultdict(list)
     for name, entry in files.items():
-        if name not in shards:
+        if name.startswith(f"{TENSORS}/"):
+            # Of several groups each has a folder of its own.
+            shards[str(Path(name).parent)].append(entry["size"])
+    for folder, sizes in shards.items():
+        table.add_row(f"{folder}/ ({len(sizes)} shards)", f"{sum(sizes):,}", "")
+    for name, entry in files.items():
+        if not name.startswith(f"{TENSORS}/"):
             table.add_row(name, f"{entry['size']:,}", f"{entry['sha256'][:16]}...")
     return table

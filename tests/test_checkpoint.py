@@ -30,11 +30,16 @@ from fewstep.checkpoint import (
     complete_checkpoints,
     latest_checkpoint,
     load_checkpoint,
+    open_draft,
+    plain_state,
     prune_checkpoints,
+    publish_draft,
     read_best,
     save_checkpoint,
     saved_tensors,
+    tensor_paths,
     write_best,
+    write_part,
 )
 from fewstep.errors import UserError
 from fewstep.launch.hooks import CheckpointHook, RunSaves
@@ -58,6 +63,17 @@ def state(value: float, size: int = 16) -> dict[str, Any]:
 
 def save(run: Path, cycle: int, size: int = 16) -> Path:
     return save_checkpoint(run, cycle, state(cycle, size), DOCUMENTS)
+
+
+def save_parts(run: Path, cycle: int, size: int = 16) -> Path:
+    """As `save`, in two folders."""
+    given = state(cycle, size)
+    paths = tensor_paths(given)
+    draft = open_draft(run, cycle, ["critic", "actor"])
+    written = write_part(draft, "critic", given, paths[1:]) | write_part(
+        draft, "actor", given, paths[:1]
+    )
+    return publish_draft(draft, plain_state(given), written, DOCUMENTS)
 
 
 def assert_holds(loaded: dict[str, Any], cycle: int, size: int = 16) -> None:
@@ -153,7 +169,8 @@ def test_the_files_say_what_they_hold(tmp_path) -> None:
     assert {v.dtype for v in found.values()} == {torch.int64}
 
 
-def test_every_file_is_flushed_after_its_last_byte(tmp_path, monkeypatch) -> None:
+@pytest.mark.parametrize("save", [save, save_parts])
+def test_every_file_is_flushed_after_its_last_byte(tmp_path, monkeypatch, save) -> None:
     flushed: dict[str, int] = {}
     original = os.fsync
 
@@ -448,7 +465,7 @@ def assert_next_save_cleans_up(run: Path) -> None:
         assert path.name == "best.json" or path in complete_checkpoints(run)
 
 
-def start_of_run(run: Path, keep: int) -> Callable[[], None]:
+def start_of_run(run: Path, keep: int, save: Callable[..., Path] = save) -> Callable[[], None]:
     """A run with one checkpoint; what saves the second and prunes."""
     save(run, 1)
     write_best(run, {"cycle": 1, "metric": "frechet_distance", "value": 2.0})
@@ -462,10 +479,13 @@ def start_of_run(run: Path, keep: int) -> Callable[[], None]:
     return action
 
 
+@pytest.mark.parametrize("save", [save, save_parts])
 @pytest.mark.parametrize("keep", [1, 2])
-def test_every_moment_of_saving_and_pruning_leaves_a_checkpoint_that_loads(tmp_path, keep) -> None:
+def test_every_moment_of_saving_and_pruning_leaves_a_checkpoint_that_loads(
+    tmp_path, keep, save
+) -> None:
     run = tmp_path / "run"
-    states = states_during(run, tmp_path / "copies", start_of_run(run, keep))
+    states = states_during(run, tmp_path / "copies", start_of_run(run, keep, save))
     newest = [assert_loads(state) for state in states]
     assert newest == sorted(newest)
     assert set(newest) == {1, 2}
@@ -514,6 +534,22 @@ def test_every_moment_of_replacing_a_damaged_checkpoint(tmp_path) -> None:
 def free_bytes(path: Path) -> int:
     found = os.statvfs(path)
     return found.f_bavail * found.f_frsize
+
+
+def test_a_disk_that_is_full_when_a_draft_is_published_publishes_nothing(mount) -> None:
+    disk = mount("size=400k")
+    save_parts(disk, 1)
+    before = free_bytes(disk)
+    given = state(2)
+    draft = open_draft(disk, 2, ["critic"])
+    written = write_part(draft, "critic", given, tensor_paths(given))
+    (disk / "filler").write_bytes(b"x" * free_bytes(disk))
+    with pytest.raises(UserError, match="cycle_000002 could not be written: no space is left"):
+        publish_draft(draft, plain_state(given), written, DOCUMENTS)
+    assert listing(disk) == ["cycle_000001"]
+    (disk / "filler").unlink()
+    assert free_bytes(disk) == before
+    assert_holds(load_checkpoint(save_parts(disk, 2)), 2)
 
 
 @pytest.mark.parametrize("pages", range(10))

@@ -28,11 +28,18 @@ from fewstep.checkpoint import (
     CheckpointSettings,
     Saver,
     checkpoints_directory,
+    divide,
     latest_checkpoint,
     load_checkpoint,
+    merge_states,
+    open_draft,
+    plain_state,
+    publish_draft,
     read_best,
     read_manifest,
     save_checkpoint,
+    tensor_paths,
+    write_part,
 )
 from fewstep.errors import UserError
 from fewstep.parallel.ranks import CPU, Ranks
@@ -289,6 +296,87 @@ def test_damage_is_named_on_every_rank(tmp_path) -> None:
     assert first == second
     for name, error in zip(names, first, strict=True):
         assert f"{path / name} is damaged" in error
+
+
+# Several groups, each with ranks of its own.
+
+
+def part_of(state: dict[str, Any], network: str) -> dict[str, Any]:
+    """The state of a group that holds one network, and a base that all groups hold."""
+    optimizers = {"student": state["optimizers"]["student"]} if network == "student" else {}
+    return {
+        "networks": {"base": whole_tensors(7), network: state["networks"][network]},
+        "optimizers": optimizers,
+        "counters": {"roles": {network: {"attempted": 1}}, "ema_updates": 0},
+    }
+
+
+PARTS = {"critic": ("ema", 2), "actor": ("student", 3)}
+
+
+def save_groups(run: Path, cycle: int, action: Any = write_part) -> tuple[Path, dict[str, Any]]:
+    """A draft, and of each group what its ranks have given for their part; as a driver does it."""
+    states = {g: part_of(whole_state(cycle), network) for g, (network, _) in PARTS.items()}
+    shares = divide({group: tensor_paths(state) for group, state in states.items()})
+    draft = open_draft(run, cycle, list(PARTS))
+    found = {}
+    for group, (_, size) in PARTS.items():
+
+        def write(ranks: Ranks, group: str = group) -> Any:
+            state = spread(states[group], ranks.size)
+            return action(draft, group, state, shares[group], ranks)
+
+        found[group] = on_ranks(run, write, size)
+    return draft, found
+
+
+def test_two_groups_of_ranks_write_one_checkpoint(tmp_path) -> None:
+    draft, found = save_groups(tmp_path, 1)
+    files: dict[str, files.FileEntry] = {}
+    for group, (_, size) in PARTS.items():
+        # Every rank knows the files of all ranks of its group, and of no other.
+        assert all(mine == found[group][0] for mine in found[group])
+        names = {Path(name).parent / Path(name).name.split("-")[1] for name in found[group][0]}
+        assert names == {Path(f"tensors/{group}/{rank + 1:05d}") for rank in range(size)}
+        files.update(found[group][0])
+    states = {g: part_of(whole_state(1), network) for g, (network, _) in PARTS.items()}
+    merged = merge_states([plain_state(state) for state in states.values()])
+    path = publish_draft(draft, merged, files, DOCUMENTS)
+    assert list(load_checkpoint(path)["networks"]) == ["base", "ema", "student"]
+    expected = {"base": whole_tensors(7), **whole_state(1)["networks"]}
+
+    def read(ranks: Ranks, names: tuple[str, ...]) -> None:
+        wanted = {name: expected[name] for name in names}
+        target = spread(zeros({"networks": wanted, "optimizers": {}}), ranks.size)
+        loaded = load_checkpoint(path, lambda _: target, ranks, partial=True)
+        for name, tensors in wanted.items():
+            for key, value in tensors.items():
+                assert torch.equal(loaded["networks"][name][key].full_tensor(), value)
+
+    # Two groups, cut in other ways, and all of it by one.
+    on_ranks(tmp_path, lambda ranks: read(ranks, ("base", "ema")), 3)
+    on_ranks(tmp_path, lambda ranks: read(ranks, ("base", "student")))
+    on_ranks(tmp_path, lambda ranks: read(ranks, ("base", "student", "ema")))
+    for name, tensors in load_checkpoint(path)["networks"].items():
+        assert all(torch.equal(tensors[key], value) for key, value in expected[name].items())
+
+
+def test_a_part_that_fails_on_one_rank_fails_on_all_of_its_group(tmp_path) -> None:
+    save_checkpoint(tmp_path, 1, whole_state(1), DOCUMENTS)
+
+    def action(draft: Path, group: str, state: Any, share: Any, ranks: Ranks) -> str:
+        with pytest.MonkeyPatch.context() as patch:
+            if (group, ranks.rank) == ("critic", 1):
+                break_stream(patch)
+            return caught(lambda: write_part(draft, group, state, share, ranks))
+
+    draft, found = save_groups(tmp_path, 2, action)
+    assert len(set(found["critic"])) == 1
+    assert "cycle_000002 could not be written: rank 1: no space is left" in found["critic"][0]
+    # The other group was not disturbed, and nothing was published.
+    assert set(found["actor"]) == {"none"}
+    assert draft.is_dir()
+    assert latest_checkpoint(tmp_path).name == "cycle_000001"
 
 
 # What fails on one rank is an error on all.

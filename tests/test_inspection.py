@@ -9,7 +9,16 @@ from pathlib import Path
 import pytest
 
 from fewstep import cli
-from fewstep.checkpoint import latest_checkpoint, read_manifest
+from fewstep.checkpoint import (
+    latest_checkpoint,
+    load_checkpoint,
+    open_draft,
+    plain_state,
+    publish_draft,
+    read_manifest,
+    tensor_paths,
+    write_part,
+)
 from fewstep.launch.local import train
 
 Inspect = Callable[[Path], tuple[int, str, str]]
@@ -69,14 +78,35 @@ def test_a_checkpoint_is_checked_and_what_it_holds_is_listed(inspect, checkpoint
 
 def test_the_tensors_of_each_network_are_counted(inspect, checkpoint) -> None:
     _, out, _ = inspect(checkpoint)
-    from fewstep.checkpoint import load_checkpoint
-
     state = load_checkpoint(checkpoint)
     for section in ("networks", "optimizers"):
         for name, tensors in state[section].items():
             count = sum(t.numel() for t in tensors.values())
             expected = [str(len(tensors)), f"{count:,}", "float32", f"{count * 4 / 2**20:.2f}", "1"]
             assert row(out, f"{section}/{name}")[1:] == expected
+
+
+def test_the_tensors_of_all_groups_are_counted(inspect, checkpoint, tmp_path) -> None:
+    _, whole, _ = inspect(checkpoint)
+    state = load_checkpoint(checkpoint)
+    paths = tensor_paths(state)
+    # Most of the base and the optimizers with one group, some of the base with another.
+    some = [p for p in paths if p.startswith("networks/base/") and ".student." in p]
+    assert 0 < len(some) < len(paths)
+    shares = {"critic": [p for p in paths if p not in some], "actor": some}
+    draft = open_draft(tmp_path / "groups", 4, list(shares))
+    files = {}
+    for part, share in shares.items():
+        files.update(write_part(draft, part, state, share))
+    code, out, _ = inspect(publish_draft(draft, plain_state(state), files, {}))
+    assert code == 0
+    for owner, count in (("networks/base", 2), ("optimizers/student", 1)):
+        *cells, shards = row(out, owner)
+        assert cells == row(whole, owner)[:-1]
+        assert shards == str(count)
+    for part, count in (("critic", 3), ("actor", 1)):
+        sizes = [e["size"] for name, e in files.items() if name.startswith(f"tensors/{part}/")]
+        assert row(out, f"tensors/{part}/ ({count} shards)")[1] == f"{sum(sizes):,}"
 
 
 @pytest.mark.parametrize("damage", ["flipped", "missing", "no manifest"])

@@ -10,7 +10,16 @@ from typing import Any
 import pytest
 import torch
 
-from fewstep.checkpoint import complete_checkpoints, latest_checkpoint
+from fewstep.checkpoint import (
+    complete_checkpoints,
+    latest_checkpoint,
+    load_checkpoint,
+    open_draft,
+    plain_state,
+    publish_draft,
+    tensor_paths,
+    write_part,
+)
 from fewstep.data.batches import DataBatches
 from fewstep.data.dataset import Dataset
 from fewstep.errors import UserError
@@ -91,6 +100,28 @@ def test_two_cycles_and_the_rest_are_all_cycles(
     moved = [k for k, v in state.items() if not same(v, flat_state(part).get(k))]
     assert any(k.startswith("/networks") for k in moved)
     assert any(k.startswith("/optimizers") for k in moved)
+
+
+def test_what_several_groups_have_saved_is_gone_on_with_by_one(
+    make_recipe, tmp_path, storage, flat_state, assert_equal_states
+) -> None:
+    changes = {"storage": storage}
+    whole = train(make_recipe("dmd2", {**changes, "run_dir": str(tmp_path / "whole")}))
+    recipe = make_recipe("dmd2", changes)
+    train(recipe, **stopping(after=2))
+    path = latest_checkpoint(Path(recipe.run_dir))
+    state = load_checkpoint(path)
+    cycle = state.pop("cycle")
+    documents = {f: (path / f).read_bytes() for f in ("recipe.yaml", "fingerprint.json")}
+    shutil.rmtree(path)
+    draft = open_draft(Path(recipe.run_dir), cycle, ["critic", "actor"])
+    mine = [p for p in tensor_paths(state) if "fake_score" in p or "teacher_score" in p]
+    rest = [p for p in tensor_paths(state) if p not in mine]
+    files = write_part(draft, "critic", state, mine) | write_part(draft, "actor", state, rest)
+    assert publish_draft(draft, plain_state(state), files, documents) == path
+    resumed = train(recipe, resume=True)
+    assert resumed.cycles_run == 2
+    assert_equal_states(flat_state(resumed), flat_state(whole))
 
 
 def same(left: Any, right: Any) -> bool:

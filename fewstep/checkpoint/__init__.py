@@ -4,7 +4,8 @@ A checkpoint is a directory `checkpoints/cycle_000100` that appears whole or not
 written under a temporary name, flushed to disk, and renamed. Its manifest, written last, lists
 every file with size and SHA-256; a directory without a complete manifest does not exist for
 resume. Tensors are safetensors, each rank's shards in files of its own, the rest is JSON: nothing
-is unpickled.
+is unpickled. Who has written it, one process, the ranks of a run, or several groups of ranks, does
+not matter to who reads it.
 """
 
 from fewstep.checkpoint.directory import (
@@ -24,8 +25,17 @@ from fewstep.checkpoint.directory import (
     remove_leftovers,
     write_best,
 )
+from fewstep.checkpoint.draft import discard_draft, open_draft, publish_draft, write_part
 from fewstep.checkpoint.load import load_checkpoint, load_network
 from fewstep.checkpoint.manifest import read_manifest, read_state, verify_checkpoint
+from fewstep.checkpoint.parts import (
+    check_all_read,
+    divide,
+    merge_states,
+    plain_state,
+    tensor_paths,
+    unread,
+)
 from fewstep.checkpoint.save import save_checkpoint
 from fewstep.checkpoint.saver import CheckpointSettings, Saver
 from fewstep.checkpoint.tensors import TENSORS, saved_tensors
@@ -37,16 +47,23 @@ __all__ = [
     "CheckpointSettings",
     "Saver",
     "best_checkpoint",
+    "check_all_read",
     "checkpoint_cycle",
     "checkpoint_path",
     "checkpoints_directory",
     "complete_checkpoints",
+    "discard_draft",
+    "divide",
     "is_checkpoint_name",
     "is_complete",
     "latest_checkpoint",
     "load_checkpoint",
     "load_network",
+    "merge_states",
+    "open_draft",
+    "plain_state",
     "prune_checkpoints",
+    "publish_draft",
     "read_best",
     "read_manifest",
     "read_state",
@@ -54,6 +71,9 @@ __all__ = [
     "remove_leftovers",
     "save_checkpoint",
     "saved_tensors",
+    "tensor_paths",
+    "unread",
     "verify_checkpoint",
     "write_best",
+    "write_part",
 ]

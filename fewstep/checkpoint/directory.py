@@ -45,6 +45,11 @@ def temporary_path(checkpoint: Path) -> Path:
     return checkpoint.parent / f".{checkpoint.name}.tmp"
 
 
+def published_path(draft: Path) -> Path:
+    """The name that a draft will have: the opposite of `temporary_path`."""
+    return draft.parent / draft.name.removeprefix(".").removesuffix(".tmp")
+
+
 def is_checkpoint_name(name: str) -> bool:
     """Whether it is the name of a checkpoint, as in cycle_000100."""
     return _NAME.fullmatch(name) is not None

@@ -29,7 +29,7 @@ Into = Callable[[Mapping[str, list[str]]], Mapping[str, ByName]]
 
 
 def load_checkpoint(
-    checkpoint: Path, into: Into | None = None, ranks: Ranks = SINGLE
+    checkpoint: Path, into: Into | None = None, ranks: Ranks = SINGLE, partial: bool = False
 ) -> dict[str, Any]:
     """The state that `save_checkpoint` was given; every rank calls this.
 
@@ -37,7 +37,10 @@ def load_checkpoint(
         checkpoint: where it is.
         into: from each optimizer's tensor names to the "networks" and "optimizers" that are read
             in place, of any sharding; by default new tensors in main memory, all of them whole.
-        ranks: of the run.
+        ranks: of the run, or of one group of several.
+        partial: whether it may hold more than is read: other networks and optimizers, and in a
+            network that is read other tensors. What was left is for `unread` to say. The counters
+            are returned whole.
 
     Raises:
         UserError: on every rank, naming the file that is missing, extra or damaged, or the tensor
@@ -54,9 +57,9 @@ def load_checkpoint(
         target: Mapping[str, ByName] = nest(flat, names)
     else:
         target = into({name: list(keys) for name, keys in by_name["optimizers"].items()})
-    peers.each(lambda: check_fit(by_name, target))
+    peers.each(lambda: check_fit(by_name, target, partial))
     try:
-        peers.each(lambda: read_tensors(checkpoint / TENSORS, flatten(target), peers))
+        peers.each(lambda: read_tensors(saved, flatten(target), peers))
     except OSError as error:
         raise UserError(f"{checkpoint} cannot be read: {error}") from error
     return {**state, **{section: target[section] for section in SECTIONS}}
@@ -76,18 +79,25 @@ def load_network(checkpoint: Path, name: str, into: Mapping[str, Tensor]) -> Non
     found = {p: s for p, s in saved_tensors(checkpoint / TENSORS).items() if p.startswith(prefix)}
     target = {"networks": {name: into}, "optimizers": {}}
     check_fit(nest(found, names), target)
-    read_tensors(checkpoint / TENSORS, flatten(target), peers)
+    read_tensors(found, flatten(target), peers)
 
 
 def check_fit(
-    saved: Mapping[str, Mapping[str, Mapping[str, SavedTensor]]], target: Mapping[str, ByName]
+    saved: Mapping[str, Mapping[str, Mapping[str, SavedTensor]]],
+    target: Mapping[str, ByName],
+    partial: bool = False,
 ) -> None:
-    """Raise UserError unless names and shapes of what was saved are those of the run."""
+    """Raise UserError unless names and shapes of what was saved are those of the run.
+
+    With `partial`, networks, optimizers, and tensors of a network may be left over; an optimizer
+    is read whole or not at all.
+    """
     for section in SECTIONS:
-        check_names(section, saved[section], target[section])
+        check_names(section, saved[section], target[section], partial)
+        some = partial and section == "networks"
         for name, tensors in target[section].items():
             owner = f"{section.removesuffix('s')} {name}"
-            check_names(f"tensors of {owner}", saved[section][name], tensors)
+            check_names(f"tensors of {owner}", saved[section][name], tensors, some)
             for key, tensor in tensors.items():
                 shape = saved[section][name][key].shape
                 if shape != tensor.shape:

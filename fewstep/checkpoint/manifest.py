@@ -15,6 +15,11 @@ from fewstep.files import FileEntry, digest
 STATE = "state.json"
 
 
+def encode_state(state: Mapping[str, Any], cycle: int) -> bytes:
+    """The content of a checkpoint's state: `plain_state` and the cycle after which it was saved."""
+    return json.dumps({**state, "cycle": cycle}, indent=1).encode()
+
+
 def encode_manifest(files: Mapping[str, FileEntry]) -> bytes:
     """The content of the manifest of some files."""
     return json.dumps({"files": {f: files[f] for f in sorted(files)}}, indent=1).encode()
@@ -33,7 +38,7 @@ def read_manifest(checkpoint: Path) -> dict[str, FileEntry] | None:
         files = json.loads(file.read_text())["files"]
         return {f: {"size": e["size"], "sha256": e["sha256"]} for f, e in files.items()}
     except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
-        raise UserError(f"{file} is damaged and cannot be read: {error}{_go_back(file)}") from error
+        raise UserError(f"{file} is damaged and cannot be read: {error}{go_back(file)}") from error
 
 
 def read_state(checkpoint: Path) -> dict[str, Any]:
@@ -48,7 +53,7 @@ def read_state(checkpoint: Path) -> dict[str, Any]:
         names = {section: list(state["tensors"][section]) for section in ("networks", "optimizers")}
         return {**state, "cycle": int(state["cycle"]), "tensors": names}
     except (OSError, ValueError) as error:
-        raise UserError(f"{file} cannot be read: {error}{_go_back(file)}") from error
+        raise UserError(f"{file} cannot be read: {error}{go_back(file)}") from error
     except (KeyError, TypeError) as error:
         raise UserError(
             f"{checkpoint} was written by another version of fewstep, in a form that this one does "
@@ -77,7 +82,7 @@ def _verify_part(checkpoint: Path, rank: int, size: int) -> None:
     }
     if missing := sorted(set(files) - present):
         names = ", ".join(missing)
-        raise UserError(f"{checkpoint} lacks {names}{_go_back(checkpoint / MANIFEST)}")
+        raise UserError(f"{checkpoint} lacks {names}{go_back(checkpoint / MANIFEST)}")
     if extra := sorted(present - set(files)):
         raise UserError(f"{checkpoint} has files that its manifest does not list: {extra}")
     for name in sorted(files)[rank::size]:
@@ -88,16 +93,19 @@ def _verify_file(file: Path, entry: FileEntry) -> None:
     try:
         size = file.stat().st_size
         if size != entry["size"]:
-            raise UserError(f"{file} has {size} bytes instead of {entry['size']}{_go_back(file)}")
+            raise UserError(f"{file} has {size} bytes instead of {entry['size']}{go_back(file)}")
         found = digest(file)
     except OSError as error:
-        raise UserError(f"{file} cannot be read: {error}{_go_back(file)}") from error
+        raise UserError(f"{file} cannot be read: {error}{go_back(file)}") from error
     if found != entry["sha256"]:
         raise UserError(
-            f"{file} is damaged: its SHA-256 differs from the manifest's{_go_back(file)}"
+            f"{file} is damaged: its SHA-256 differs from the manifest's{go_back(file)}"
         )
 
 
-def _go_back(file: Path) -> str:
-    checkpoint = next(p for p in file.parents if is_checkpoint_name(p.name) or p == p.parent)
-    return f". Remove {checkpoint} to go on from the checkpoint before it"
+def go_back(file: Path) -> str:
+    """What to do about a damaged file; nothing where its checkpoint was moved out of its run."""
+    for directory in file.parents:
+        if is_checkpoint_name(directory.name):
+            return f". Remove {directory} to go on from the checkpoint before it"
+    return ""

@@ -14,8 +14,9 @@ import torch.distributed as dist
 from pydantic import Field
 
 from fewstep.checkpoint.directory import prune_checkpoints, write_best
+from fewstep.checkpoint.draft import Documents, Files
 from fewstep.checkpoint.peers import Peers
-from fewstep.checkpoint.save import Draft, Files, begin, publish, write
+from fewstep.checkpoint.save import Draft, begin, publish, write
 from fewstep.errors import TrainingError
 from fewstep.parallel.ranks import SINGLE, Ranks
 from fewstep.settings import Settings
@@ -82,7 +83,7 @@ class Saver:
         self._flight: _Flight | None = None
         self._behind: tuple[Peers, ThreadPoolExecutor] | None = None
 
-    def save(self, cycle: int, state: Mapping[str, Any], documents: Mapping[str, str]) -> None:
+    def save(self, cycle: int, state: Mapping[str, Any], documents: Documents) -> None:
         """Save the state after `cycle`, as `save_checkpoint` does; may return before it is done.
 
         Raises:

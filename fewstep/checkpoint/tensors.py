@@ -2,6 +2,9 @@
 
 Every rank writes its own shards, and what all ranks hold alike is written once. They can be read
 by any other number of ranks, cut in any other way, or by one process. Nothing is ever unpickled.
+
+Where several groups of processes write a checkpoint, each has a folder of its own in `tensors/`.
+A tensor lies whole in one folder; which one does not matter to a reader.
 """
 
 from __future__ import annotations
@@ -23,7 +26,9 @@ from torch.distributed.checkpoint.state_dict_loader import load
 from torch.distributed.checkpoint.state_dict_saver import save
 from torch.distributed.tensor import DTensor
 
+from fewstep.checkpoint.manifest import go_back
 from fewstep.checkpoint.peers import Peers
+from fewstep.errors import UserError
 from fewstep.files import FileEntry, describe_file, sync_file
 
 TENSORS = "tensors"
@@ -35,10 +40,11 @@ ByName = Mapping[str, Mapping[str, Tensor]]
 
 
 class SavedTensor(NamedTuple):
-    """What the files say of one tensor."""
+    """What the files say of one tensor, and the folder where they lie."""
 
     shape: torch.Size
     dtype: torch.dtype
+    folder: Path
 
 
 def flatten(state: Mapping[str, ByName]) -> dict[str, Tensor]:
@@ -132,26 +138,49 @@ def write_tensors(
 
 
 def saved_tensors(directory: Path) -> dict[str, SavedTensor]:
-    """What is in the files, by "<section>/<name>/<key>", in alphabetical order."""
-    metadata = HuggingFaceStorageReader(str(directory)).read_metadata().state_dict_metadata
-    found = {}
-    # The order of a directory's entries may differ from machine to machine.
-    for path in sorted(metadata):
-        entry = metadata[path]
-        assert isinstance(entry, TensorStorageMetadata)
-        found[path] = SavedTensor(entry.size, entry.properties.dtype)
-    return found
+    """What is in the files, by "<section>/<name>/<key>", in alphabetical order.
+
+    Args:
+        directory: the `tensors` of a checkpoint; its folders are those of the groups.
+
+    Raises:
+        UserError: where the same tensor is in two folders.
+    """
+    found: dict[str, SavedTensor] = {}
+    for folder in [directory, *sorted(p for p in directory.iterdir() if p.is_dir())]:
+        metadata = HuggingFaceStorageReader(str(folder)).read_metadata().state_dict_metadata
+        # The order of a directory's entries may differ from machine to machine.
+        for path, entry in sorted(metadata.items()):
+            assert isinstance(entry, TensorStorageMetadata)
+            if path in found:
+                raise UserError(
+                    f"{directory.parent} is damaged: {path} is in {found[path].folder} and in "
+                    f"{folder}{go_back(folder)}"
+                )
+            found[path] = SavedTensor(entry.size, entry.properties.dtype, folder)
+    return {path: found[path] for path in sorted(found)}
 
 
-def read_tensors(directory: Path, into: Mapping[str, Tensor], peers: Peers) -> None:
-    """Read in place, each rank its own part. Must be called inside `Peers.each`, by all ranks."""
-    if not into:
-        return
+def read_tensors(
+    saved: Mapping[str, SavedTensor], into: Mapping[str, Tensor], peers: Peers
+) -> None:
+    """Read in place, each rank its own part. Must be called inside `Peers.each`, by all ranks.
+
+    Args:
+        saved: what `saved_tensors` has found.
+        into: some of them, whole or DTensors; the same names on every rank.
+        peers: all ranks.
+    """
+    for folder in sorted({saved[path].folder for path in into}):
+        _read_folder(folder, {p: t for p, t in into.items() if saved[p].folder == folder}, peers)
+
+
+def _read_folder(folder: Path, into: dict[str, Tensor], peers: Peers) -> None:
     _expect_one_process()
     peers.through_torch(
         lambda: load(
-            dict(into),
-            storage_reader=HuggingFaceStorageReader(str(directory)),
+            into,
+            storage_reader=HuggingFaceStorageReader(str(folder)),
             planner=DefaultLoadPlanner(flatten_state_dict=False),
             process_group=peers.group,
             no_dist=peers.ranks.size == 1,
