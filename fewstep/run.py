@@ -118,6 +118,29 @@ class Run:
             )
 
 
+@final
+@dataclass(frozen=True)
+class Trained:
+    """What became of a run whose networks were in other processes.
+
+    Attributes:
+        directory: where it is written.
+        recipe: resolved.
+        cycle: the last one that was done.
+        cycles_run: how many of them by this call.
+    """
+
+    directory: Path
+    recipe: Recipe
+    cycle: int
+    cycles_run: int
+
+    @property
+    def complete(self) -> bool:
+        """Whether all cycles of the recipe are done."""
+        return self.cycle >= self.recipe.train.cycles
+
+
 def is_run_directory(path: Path) -> bool:
     """Whether a run has been started there."""
     return (path / RECIPE).is_file()

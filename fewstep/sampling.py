@@ -14,8 +14,8 @@ from torch import Tensor
 from fewstep.diffusion.draw import Draw
 from fewstep.diffusion.prediction import Prediction
 from fewstep.diffusion.samplers import sample_few_step, sample_heun
-from fewstep.methods.method import SamplerSpec, trained_transition
-from fewstep.models.model import Denoiser
+from fewstep.methods.method import Rollout, SamplerSpec, trained_transition
+from fewstep.models.model import Denoiser, Model
 from fewstep.parallel.ranks import SINGLE, Ranks
 from fewstep.roles.role import Roles
 
@@ -112,6 +112,36 @@ def sample_batch(
         return sample_heun(predict, x, spec.sigmas), calls
     kind = trained_transition(spec.solver)
     return sample_few_step(predict, x, spec.sigmas, kind, fresh_noise), calls
+
+
+def rollout_of_samples(
+    model: Model,
+    spec: SamplerSpec,
+    ids: Tensor,
+    labels: Tensor | None,
+    seed: int,
+    dtype: torch.dtype,
+) -> Rollout:
+    """The samples of `sample_batch`, said so that any engine can make them, bit for bit.
+
+    Args:
+        model: the adapter.
+        spec: few-step and without guidance, as a student's is.
+        ids: int64 [B].
+        labels: int64 [B], or None.
+        seed: of the noise.
+        dtype: of the noise.
+
+    Raises:
+        ValueError: for another kind of sampler.
+    """
+    kind = trained_transition(spec.solver)
+    if spec.guidance != 1:
+        raise ValueError("a guided sampler calls the network twice a step")
+    draw, used = Draw(seed, 0, "sample"), spec.steps if kind == "renoise" else 1
+    noise = [draw.normal(f"noise/{s}", ids, model.sample_shape, dtype) for s in range(used)]
+    condition = {} if labels is None else {"class_labels": labels.to(ids.device)}
+    return Rollout(torch.stack(noise, 1), spec.sigmas, kind, condition)
 
 
 def check_labels(classes: int | None, count: int, labels: Tensor | None) -> None:

@@ -65,8 +65,16 @@ def load_checkpoint(
     return {**state, **{section: target[section] for section in SECTIONS}}
 
 
-def load_network(checkpoint: Path, name: str, into: Mapping[str, Tensor]) -> None:
+def load_network(
+    checkpoint: Path, name: str, into: Mapping[str, Tensor], partial: bool = False
+) -> None:
     """Read one network of a checkpoint in place, in one process.
+
+    Args:
+        checkpoint: where it is.
+        name: of the network.
+        into: its tensors.
+        partial: whether it may hold others, of adapters that are not read.
 
     Raises:
         UserError: naming the file that is missing, extra or damaged, or the tensor that does not
@@ -78,7 +86,7 @@ def load_network(checkpoint: Path, name: str, into: Mapping[str, Tensor]) -> Non
     prefix = f"networks/{name}/"
     found = {p: s for p, s in saved_tensors(checkpoint / TENSORS).items() if p.startswith(prefix)}
     target = {"networks": {name: into}, "optimizers": {}}
-    check_fit(nest(found, names), target)
+    check_fit(nest(found, names), target, partial)
     read_tensors(found, flatten(target), peers)
 
 

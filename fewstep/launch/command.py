@@ -21,7 +21,7 @@ from fewstep.launch.processes import (
 )
 from fewstep.parallel.failures import Failure, own_rank, tell_failure
 from fewstep.parallel.ranks import launched_ranks, leave
-from fewstep.run import Run
+from fewstep.run import Run, Trained
 from fewstep.training.loop import StopRequest
 
 
@@ -57,7 +57,7 @@ def hush(console: Console) -> None:
         warnings.simplefilter("ignore")
 
 
-def last_words(run: Run, arguments: Sequence[str]) -> Iterator[str]:
+def last_words(run: Run | Trained, arguments: Sequence[str]) -> Iterator[str]:
     """What is said of a run that has come to its end, or was stopped."""
     if run.complete and run.cycles_run == 0:
         yield (
@@ -74,7 +74,7 @@ def last_words(run: Run, arguments: Sequence[str]) -> Iterator[str]:
         yield "  " + shlex.join(["fewstep", "train", *arguments, "--resume"])
 
 
-def leave_together(run: Run, stop: StopRequest) -> int:
+def leave_together(run: Run | Trained, stop: StopRequest) -> int:
     """Wait for the other ranks at the end of a run; its exit code."""
     if launched_ranks() is not None:
         # All is saved. The launcher ends the others as soon as one has left with another code

@@ -8,6 +8,7 @@ import os
 import signal
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, Literal
 
@@ -39,7 +40,7 @@ from fewstep.methods.dmd2 import sample_statistics
 from fewstep.methods.method import SamplerSpec
 from fewstep.models.model import Model
 from fewstep.parallel.failures import Reached, another_has_failed, telling_others
-from fewstep.parallel.ranks import Ranks, join, launched_ranks
+from fewstep.parallel.ranks import SINGLE, Ranks, join, launched_ranks
 from fewstep.roles.role import STUDENT, TEACHER_SCORE, Roles
 from fewstep.run import (
     RECIPE,
@@ -48,6 +49,7 @@ from fewstep.run import (
     check_ranks,
     is_run_directory,
     load_weights,
+    open_run,
     resolve_recipe,
     seeded,
 )
@@ -58,6 +60,7 @@ from fewstep.training.worker import Worker
 from fewstep.validation import ValidationSettings, build_evaluator, validation_samples
 
 Resume = bool | Literal["auto"]
+TIMELINE = "timeline.json"
 
 
 def train(
@@ -86,6 +89,13 @@ def train(
         UserError: for anything that the caller can put right, before any cycle is run.
         TrainingError: where the run cannot go on.
     """
+    if recipe.launch.kind == "ray":
+        from fewstep.launch.ray.driver import train_on_ray
+
+        trained = train_on_ray(
+            recipe, model=model, data=data, resume=resume, on_cycle=on_cycle, stop=stop
+        )
+        return replace(open_run(trained.directory, model=model), cycles_run=trained.cycles_run)
     stop = stop or StopRequest()
     reached = Reached()
     with (
@@ -115,9 +125,7 @@ def train_in_process(
     model = model or recipe.model.build()
     recipe.method.build().check(model)
     check_ranks(recipe, ranks)
-    dataset = data if data is not None else recipe.data.load()
-    if dataset is None and (recipe.data.name == "custom" or recipe.validation is not None):
-        raise UserError("data: the recipe needs a data set; pass it as train(recipe, data=...)")
+    dataset = load_data(recipe, data)
     with reporting("model: the network cannot be built"):
         teacher = None if resume else load_weights(recipe, model, ranks)
         worker = build_worker(recipe, model, dataset, teacher, ranks)
@@ -132,7 +140,7 @@ def train_in_process(
     if recipe.validation is not None and dataset is not None and ranks.first:
         evaluator = build_evaluator(dataset, recipe.validation.features, recipe.data.name)
     ranks.barrier()  # every rank has looked at the directory as it was
-    metrics = open_directory(run, resume, lock)
+    metrics = open_directory(recipe, start, resume, lock, ranks)
     try:
         saver = CheckpointHook(recipe.checkpoint.every, RunSaves(run), alone=ranks.size == 1)
 
@@ -188,20 +196,43 @@ def agreed_signal(ranks: Ranks, own: signal.Signals | None) -> signal.Signals | 
     return signal.Signals(number) if number else None
 
 
-def open_directory(run: Run, resume: bool, lock: RunLock) -> Metrics:
-    """Make the run directory and write the recipe into it; rank 0 alone does that."""
-    if not run.worker.ranks.first:
+def load_data(recipe: Recipe, given: Dataset | None) -> Dataset | None:
+    """The data set of a run, `given` by the caller or loaded as the recipe says.
+
+    Raises:
+        UserError: where one is needed and there is none.
+    """
+    dataset = given if given is not None else recipe.data.load()
+    if dataset is None and (recipe.data.name == "custom" or recipe.validation is not None):
+        raise UserError("data: the recipe needs a data set; pass it as train(recipe, data=...)")
+    return dataset
+
+
+def open_directory(
+    recipe: Recipe, start: int, resume: bool, lock: RunLock, ranks: Ranks = SINGLE
+) -> Metrics:
+    """Make the run directory and write the recipe into it; rank 0 alone does that.
+
+    Args:
+        recipe: resolved.
+        start: the cycle that the run goes on from.
+        resume: whether it does.
+        lock: of the directory.
+        ranks: that share the run.
+    """
+    if not ranks.first:
         return Metrics([])
-    with saving(run.directory):
-        run.directory.mkdir(parents=True, exist_ok=True)
+    directory = Path(recipe.run_dir)
+    with saving(directory):
+        directory.mkdir(parents=True, exist_ok=True)
         lock.acquire()
         if not resume:
-            check_directory(run.directory, resume)  # another may have been quicker
-            remove_unsaved(run.directory)
-        metrics = open_metrics(run.recipe.logging, run.directory, run.cycle)
+            check_directory(directory, resume)  # another may have been quicker
+            remove_unsaved(directory)
+        metrics = open_metrics(recipe.logging, directory, start)
     try:
-        with saving(run.directory):
-            write_recipe(run.directory, run.recipe)
+        with saving(directory):
+            write_recipe(directory, recipe)
     except BaseException:
         metrics.close()
         raise
@@ -256,6 +287,7 @@ def remove_unsaved(directory: Path) -> None:
     for file in (
         directory / RECIPE,
         directory / "metrics.jsonl",
+        directory / TIMELINE,
         checkpoints_directory(directory) / "best.json",
     ):
         file.unlink(missing_ok=True)
@@ -277,8 +309,8 @@ def reporting(what: str) -> Iterator[None]:
 
 
 def check_network(roles: Roles, seed: int) -> None:
-    """Call the student's network once; raises UserError where it does not give what it is given."""
-    model = roles.model
+    """Call a role's network once; raises UserError where it does not give what it is given."""
+    model, role = roles.model, STUDENT if STUDENT in roles else next(iter(roles))
     x = torch.zeros(2, *model.sample_shape, device=roles.device, dtype=roles.dtype)
     condition = {key: value.to(roles.device) for key, value in model.example_condition(2).items()}
     # A network of the caller's may draw from the global generator.
@@ -286,9 +318,9 @@ def check_network(roles: Roles, seed: int) -> None:
         reporting("model: the network cannot be called"),
         seeded(seed, "trial"),
         torch.no_grad(),
-        roles.use(STUDENT) as student,
+        roles.use(role) as denoiser,
     ):
-        output = model.forward(student.network, x, x.new_full((2,), 0.5), condition)
+        output = model.forward(denoiser.network, x, x.new_full((2,), 0.5), condition)
     if output.shape != x.shape:
         raise UserError(
             f"model: the network returns shape {tuple(output.shape)}, its input has "

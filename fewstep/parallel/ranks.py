@@ -13,6 +13,7 @@ from typing import TypeVar, cast, final
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch._C._distributed_c10d import TCPStore
 
 from fewstep.errors import UserError
 from fewstep.parallel.failures import any_has_failed, end_with_launcher
@@ -148,7 +149,7 @@ def join(device: torch.device, timeout_seconds: int, needed: bool = False) -> Ra
     if device.type == "cuda":
         torch.cuda.set_device(device)
     if not dist.is_initialized() and (launched_ranks() is not None or needed):
-        backend = "cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo"
+        backend = backend_for(device)
         timeout = timedelta(seconds=timeout_seconds)
         if launched_ranks() is None:
             store = torch._C._distributed_c10d.HashStore()
@@ -159,6 +160,47 @@ def join(device: torch.device, timeout_seconds: int, needed: bool = False) -> Ra
     if not dist.is_initialized():
         return Ranks(0, 1, device, grouped=False)
     return Ranks(dist.get_rank(), dist.get_world_size(), device, grouped=True)
+
+
+@final
+class MeetingPlace:
+    """Where processes that know nothing of each other meet: a store on a port that is free."""
+
+    def __init__(self, address: str) -> None:
+        """Open it while this object lives; `address`: of this machine, as others see it."""
+        self.address = address
+        # The system chooses the port, and it is held from then on: nobody else can take it.
+        self._store = TCPStore(address, 0, is_master=True, wait_for_workers=False)
+        self.port = self._store.port
+
+
+def meet(
+    address: str, port: int, rank: int, size: int, device: torch.device, timeout_seconds: int
+) -> Ranks:
+    """Meet the other processes of a group at a `MeetingPlace`.
+
+    Args:
+        address: of the place.
+        port: of the place.
+        rank: of this process.
+        size: how many meet.
+        device: of this process; `cuda` means the one that it sees.
+        timeout_seconds: of every collective.
+    """
+    if device.type == "cuda":
+        device = torch.device("cuda", device.index or 0)
+        torch.cuda.set_device(device)
+    timeout = timedelta(seconds=timeout_seconds)
+    store = TCPStore(address, port, is_master=False, wait_for_workers=False, timeout=timeout)
+    dist.init_process_group(
+        backend_for(device), store=store, rank=rank, world_size=size, timeout=timeout
+    )
+    return Ranks(rank, size, device, grouped=True)
+
+
+def backend_for(device: torch.device) -> str:
+    """What processes talk through: gloo, and NCCL for what lies on GPUs."""
+    return "cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo"
 
 
 def leave() -> None:

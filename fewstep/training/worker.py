@@ -93,18 +93,18 @@ class Worker:
                 skipped updates in a row, or, in a run of several ranks, anything else, with
                 rank, cycle and role.
         """
-        with self._placing_errors(request):
+        with self.placing_errors(request):
             return self._run_phase(request)
 
     @contextmanager
-    def _placing_errors(self, request: PhaseRequest) -> Iterator[None]:
+    def placing_errors(self, request: PhaseRequest) -> Iterator[None]:
         """Say where an error was, in a run of several ranks."""
         try:
             yield
         except UserError:
             raise
         except Exception as error:
-            if self.ranks.size == 1:
+            if not self.ranks.grouped:
                 raise
             kind = "" if isinstance(error, TrainingError) else f"{type(error).__name__}: "
             raise TrainingError(
@@ -147,7 +147,7 @@ class Worker:
         Returns:
             What `Method.external_tensors` names, for this rank's samples: each [b, ...].
         """
-        with self._placing_errors(request):
+        with self.placing_errors(request):
             mine = self.ranks.share(self.settings.batch_size)
             rollout = Draw(self.seed, request.cycle, request.rollout)
             batch = self.batches.batch(rollout, self.settings.batch_size, mine)
@@ -268,13 +268,15 @@ class Worker:
         """All that a run needs to go on (see `training.state`)."""
         return state_dict(self.roles, self.sharding)
 
-    def empty_state(self, optimizers: Mapping[str, Iterable[str]]) -> dict[str, Any]:
+    def empty_state(
+        self, optimizers: Mapping[str, Iterable[str]], partial: bool = False
+    ) -> dict[str, Any]:
         """What the tensors of a checkpoint are read into (see `training.state`)."""
-        return empty_state(self.roles, self.sharding, optimizers)
+        return empty_state(self.roles, self.sharding, optimizers, partial)
 
-    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+    def load_state_dict(self, state: Mapping[str, Any], partial: bool = False) -> None:
         """Put back what `state_dict` gave (see `training.state`)."""
-        load_state_dict(self.roles, self.sharding, state)
+        load_state_dict(self.roles, self.sharding, state, partial)
 
 
 def scale(tensors: Sequence[Tensor], factor: float) -> None:

@@ -1,0 +1,197 @@
+"""The cluster that a run uses: found or started, its places reserved, everything given back."""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import math
+import os
+import uuid
+from collections.abc import Sequence
+from typing import Any, final
+
+import ray
+from ray.util.placement_group import placement_group, remove_placement_group
+from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
+
+from fewstep.errors import UserError
+from fewstep.parallel.settings import LaunchSettings
+from fewstep.placement import UNITS, Placement, Seat
+
+GONE_SECONDS = 10.0
+
+
+@final
+class Cluster:
+    """A connection to Ray, and what the run has there; a context that gives all of it back.
+
+    Everything belongs to this process: should it be killed, Ray ends the run's processes and
+    frees their places by itself.
+    """
+
+    def __init__(self, launch: LaunchSettings, placement: Placement, timeout_seconds: int) -> None:
+        """Say what is needed.
+
+        Args:
+            launch: where the cluster is.
+            placement: the places.
+            timeout_seconds: how long a process may wait for its place.
+        """
+        self._launch, self._placement, self._timeout = launch, placement, timeout_seconds
+        self._namespace = f"fewstep-{uuid.uuid4().hex[:8]}"
+        self._connected = False
+        self._group: Any = None
+        self._actors: dict[str, Any] = {}
+
+    def __enter__(self) -> Cluster:
+        try:
+            self._connect()
+            self._reserve()
+        except BaseException:
+            self.__exit__()
+            raise
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        if ray.is_initialized():
+            for name in list(self._actors):
+                self.stop(name)
+            if self._group is not None:
+                with contextlib.suppress(Exception):  # the cluster may be gone itself
+                    remove_placement_group(self._group)
+            if self._connected:
+                ray.shutdown()
+        self._group = None
+
+    def start(self, kind: type, seat: Seat, *arguments: Any) -> Any:
+        """Start a process at its seat, and wait for its place; the handle of its actor.
+
+        Args:
+            kind: the class whose object it holds.
+            seat: where.
+            arguments: of the class.
+
+        Raises:
+            UserError: where it got no place in time.
+        """
+        options = resource_options(self._placement.resource, seat.share)
+        actor = (
+            ray.remote(kind)
+            .options(
+                name=seat.name,
+                namespace=self._namespace,
+                max_restarts=0,
+                max_task_retries=0,
+                scheduling_strategy=PlacementGroupSchedulingStrategy(
+                    self._group, placement_group_bundle_index=seat.bundle
+                ),
+                **{"num_cpus": 0, **options},
+            )
+            .remote(*arguments)
+        )
+        self._actors[seat.name] = actor
+        ready, _ = ray.wait([actor.__ray_ready__.remote()], timeout=self._timeout)
+        if not ready:
+            raise UserError(
+                f"placement: {seat.name} got no place within {self._timeout} s "
+                f"(placement.timeout_seconds): it needs {seat.units / UNITS:g} of the "
+                f"{self._placement.resource!r} of bundle {seat.bundle}; {free_resources()}"
+            )
+        return actor
+
+    def stop(self, name: str) -> None:
+        """End a process at once, if it is there."""
+        actor = self._actors.pop(name, None)
+        if actor is not None:
+            with contextlib.suppress(Exception):  # it may be gone, and so may the cluster
+                ray.kill(actor)
+
+    def _connect(self) -> None:
+        if ray.is_initialized():
+            return  # the caller's own connection
+        address = self._launch.address
+        quiet: dict[str, Any] = {
+            "log_to_driver": False,
+            "logging_level": logging.ERROR,
+            "namespace": self._namespace,
+        }
+        os.environ.setdefault("RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO", "0")
+        if address is None:
+            ray.init(
+                address="local",
+                include_dashboard=False,
+                **local_resources(self._placement.resource, self._placement.bundles),
+                **quiet,
+            )
+        else:
+            try:
+                ray.init(address=address, **quiet)
+            except Exception as error:
+                first = (str(error).splitlines() or [type(error).__name__])[0]
+                raise UserError(
+                    f"launch.address: no Ray cluster answers at {address!r}: {first} Start one "
+                    f"with `ray start --head`, or set launch.address=null to start one for this "
+                    f"run"
+                ) from error
+        self._connected = True
+
+    def _reserve(self) -> None:
+        resource, wanted = self._placement.resource, self._placement.bundles
+        have = {
+            node["NodeManagerHostname"]: math.floor(node["Resources"].get(resource, 0))
+            for node in ray.nodes()
+            if node["Alive"]
+        }
+        if sum(have.values()) < wanted:
+            found = ", ".join(f"{name} {count}" for name, count in sorted(have.items()))
+            hint = (
+                ""
+                if resource in ("GPU", "CPU")
+                else f". Start its nodes with `ray start --resources='{{\"{resource}\": N}}'`, or "
+                f"name another resource in placement.accelerator"
+            )
+            raise UserError(
+                f"launch.processes: {wanted} workers need one {resource!r} each, but the cluster "
+                f"has {sum(have.values())} of them ({found}){hint}"
+            )
+        self._group = placement_group(
+            [{resource: 1} for _ in range(wanted)], strategy="PACK", name=self._namespace
+        )
+        if not self._group.wait(self._timeout):
+            waiting = ", ".join(s.name for s in self._placement.seats if s.kind == "trainer")
+            raise UserError(
+                f"placement: no place for {waiting} within {self._timeout} s "
+                f"(placement.timeout_seconds): {wanted} x {resource!r} are taken by others; "
+                f"{free_resources()}. Wait for them to end, or lower launch.processes"
+            )
+
+
+def resource_options(resource: str, amount: float) -> dict[str, Any]:
+    """How Ray's options name an amount of a resource."""
+    if resource == "GPU":
+        return {"num_gpus": amount}
+    if resource == "CPU":
+        return {"num_cpus": amount}
+    return {"resources": {resource: amount}}
+
+
+def local_resources(resource: str, amount: int) -> dict[str, Any]:
+    """What a cluster of this machine alone offers: so many, where they are logical."""
+    if resource == "GPU":
+        return {}  # those that there are
+    return resource_options(resource, amount)
+
+
+def free_resources() -> str:
+    """What the cluster has left, in words."""
+    total, free = ray.cluster_resources(), ray.available_resources()
+    names = sorted(n for n in total if not n.startswith(("node:", "memory", "object_store")))
+    plain = [n for n in names if "_group_" not in n]
+    return "free now: " + (
+        ", ".join(f"{free.get(n, 0):g} of {total[n]:g} {n}" for n in plain) or "nothing"
+    )
+
+
+def names_of(seats: Sequence[Seat]) -> list[str]:
+    """The processes that sit there."""
+    return [seat.name for seat in seats]

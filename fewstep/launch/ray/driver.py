@@ -1,0 +1,236 @@
+"""Run a recipe on a Ray cluster: the process that the user has started."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any, final
+
+import ray
+
+from fewstep.checkpoint import check_all_read, checkpoint_cycle, latest_checkpoint
+from fewstep.config import Recipe, check_fingerprint
+from fewstep.data.dataset import Dataset
+from fewstep.errors import UserError
+from fewstep.launch.hooks import CheckpointHook, OnCycle, build_hooks
+from fewstep.launch.local import (
+    TIMELINE,
+    Resume,
+    load_data,
+    look_at_directory,
+    open_directory,
+    read_fingerprint,
+    resumed_recipe,
+)
+from fewstep.launch.lock import RunLock
+from fewstep.launch.ray.cluster import Cluster
+from fewstep.launch.ray.executor import GroupExecutor
+from fewstep.launch.ray.group import TrainerGroup
+from fewstep.launch.ray.pool import RolloutPool
+from fewstep.launch.ray.saving import GroupSaves, unpack_ahead
+from fewstep.launch.ray.trainer import Report
+from fewstep.models.model import Model
+from fewstep.parallel.ranks import CPU, Ranks
+from fewstep.placement import Placement, groups_of, place, rollout_workers
+from fewstep.run import Trained, check_ranks, resolve_recipe
+from fewstep.training.loop import StopRequest, train_cycles
+from fewstep.training.metrics import Metrics
+from fewstep.training.phase import PhaseResult
+from fewstep.training.timeline import Timeline
+from fewstep.validation import build_evaluator
+
+
+def train_on_ray(
+    recipe: Recipe,
+    *,
+    model: Model | None = None,
+    data: Dataset | None = None,
+    resume: Resume = False,
+    on_cycle: OnCycle | None = None,
+    stop: StopRequest | None = None,
+) -> Trained:
+    """Train a recipe on a Ray cluster; arguments and errors are those of `launch.local.train`."""
+    directory = Path(recipe.run_dir)
+    with RunLock(directory) as lock:
+        resuming = look_at_directory(directory, resume, lock)
+        recipe = resolve_recipe(recipe, resumed_recipe(directory) if resuming else None)
+        recipe.method.build().check(model or recipe.model.build())
+        check_ranks(recipe, Ranks(0, recipe.launch.processes, CPU, grouped=True))
+        dataset = load_data(recipe, data)
+        checkpoint = latest_checkpoint(directory) if resuming else None
+        if checkpoint is not None and checkpoint_cycle(checkpoint) >= recipe.train.cycles:
+            return Trained(directory, recipe, checkpoint_cycle(checkpoint), 0)
+        placement, timeline = place_recipe(recipe), Timeline(directory / TIMELINE)
+        with Cluster(recipe.launch, placement, recipe.placement.timeout_seconds) as cluster:
+            caller = ShippedFromCaller.of(model, data)
+            groups = start_groups(cluster, placement, recipe, caller, checkpoint, timeline)
+            report = agree(groups, checkpoint, recipe)
+            pool = start_pool(cluster, placement, recipe, caller, checkpoint, timeline)
+            ahead = unpack_ahead(checkpoint, recipe.launch.processes) if checkpoint else []
+            executor = GroupExecutor(
+                recipe, groups, pool, timeline, report.student_updates or 0, ahead
+            )
+            metrics = open_directory(recipe, report.cycle, resuming, lock)
+            try:
+                return run_cycles(
+                    recipe, executor, report, dataset, metrics, on_cycle, stop or StopRequest()
+                )
+            finally:
+                metrics.close()
+
+
+def run_cycles(
+    recipe: Recipe,
+    executor: GroupExecutor,
+    report: Report,
+    dataset: Dataset | None,
+    metrics: Metrics,
+    on_cycle: OnCycle | None,
+    stop: StopRequest,
+) -> Trained:
+    """The training loop, with its hooks, over groups that are set up."""
+    start = report.cycle
+    evaluator = None
+    if recipe.validation is not None and dataset is not None:
+        evaluator = build_evaluator(dataset, recipe.validation.features, recipe.data.name)
+    saver = CheckpointHook(
+        recipe.checkpoint.every, GroupSaves(recipe, executor, report.fingerprint), alone=True
+    )
+    hooks = build_hooks(
+        recipe, start, report.reference, executor.sample, evaluator, metrics, on_cycle, saver
+    )
+    hooks.append(TimelineHook(executor.timeline, metrics, recipe))
+    cycles = range(start + 1, recipe.train.cycles + 1)
+    k = recipe.method.build().fake_updates_per_student
+    with stop.on_interrupt(), saver:
+        done = train_cycles(executor, cycles, k, recipe.cycle, hooks, stop)
+        if done > start or start == 0:
+            saver.save(done)
+    executor.leave()
+    return Trained(Path(recipe.run_dir), recipe, done, done - start)
+
+
+def place_recipe(recipe: Recipe) -> Placement:
+    """The places of a run's processes, as a recipe says."""
+    bundles = recipe.launch.processes
+    groups = groups_of(recipe.placement, recipe.roles)
+    workers = rollout_workers(recipe.rollout.workers, groups, recipe.method.build(), bundles)
+    return place(recipe.placement, recipe.roles, bundles, workers, recipe.runtime.device)
+
+
+@final
+@dataclass(frozen=True)
+class ShippedFromCaller:
+    """References of what the caller has passed in from Python, or None."""
+
+    model: Any
+    data: Any
+
+    @classmethod
+    def of(cls, model: Model | None, data: Dataset | None) -> ShippedFromCaller:
+        """Put it where all processes can get it, once."""
+        return cls(*(None if value is None else ray.put(value) for value in (model, data)))
+
+
+def start_groups(
+    cluster: Cluster,
+    placement: Placement,
+    recipe: Recipe,
+    caller: ShippedFromCaller,
+    checkpoint: Path | None,
+    timeline: Timeline,
+) -> dict[str, TrainerGroup]:
+    """Start the groups one after another, each giving up the accelerators for the next."""
+    groups = {}
+    for name, roles in placement.groups.items():
+        seats = placement.seats_of(name)
+        group = TrainerGroup(cluster, name, roles, seats, recipe, timeline.extend)
+        group.set_up(caller.model, caller.data, checkpoint)
+        if recipe.placement.offload:
+            group.sleep(cycle=0)
+        groups[name] = group
+    return groups
+
+
+def start_pool(
+    cluster: Cluster,
+    placement: Placement,
+    recipe: Recipe,
+    caller: ShippedFromCaller,
+    checkpoint: Path | None,
+    timeline: Timeline,
+) -> RolloutPool | None:
+    """Start the rollout workers, if there are any."""
+    seats = [seat for seat in placement.seats if seat.kind == "rollout"]
+    if not seats:
+        return None
+    return RolloutPool(cluster, seats, recipe, caller.model, checkpoint, timeline.extend)
+
+
+def agree(groups: Mapping[str, TrainerGroup], checkpoint: Path | None, recipe: Recipe) -> Report:
+    """What all groups have found alike, with what only some of them know.
+
+    Raises:
+        UserError: with a table, where they stand in different places; naming the keys, where the
+            recipe has changed since the checkpoint; or naming what no group has read of it.
+    """
+    reports = {name: group.report for name, group in groups.items()}
+    check_agreement(reports)
+    found = next(iter(reports.values()))
+    if checkpoint is not None:
+        check_fingerprint(read_fingerprint(checkpoint), found.fingerprint, checkpoint)
+        check_all_read({name: report.unread for name, report in reports.items()})
+    updates = [r.student_updates for r in reports.values() if r.student_updates is not None]
+    references = [r.reference for r in reports.values() if r.reference is not None]
+    return replace(
+        found, student_updates=updates[0], reference=references[0] if references else None
+    )
+
+
+def check_agreement(reports: Mapping[str, Report]) -> None:
+    """Raise UserError with a table unless all groups stand at the same place of the same run."""
+    rows = {name: (r.cycle, r.data_position, digest(r.fingerprint)) for name, r in reports.items()}
+    if len(set(rows.values())) <= 1:
+        return
+    width = max(len("group"), *map(len, rows))
+    lines = [f"{'group':<{width}}  cycle  samples taken  fingerprint"]
+    lines += [
+        f"{name:<{width}}  {cycle:>5}  {position:>13}  {mark}"
+        for name, (cycle, position, mark) in rows.items()
+    ]
+    raise UserError(
+        "the trainer groups do not stand at the same place of the same run, so it cannot go on:\n"
+        + "\n".join(f"  {line}" for line in lines)
+        + "\nAll nodes must see the same run_dir; start it again once they do"
+    )
+
+
+def digest(fingerprint: Mapping[str, Any]) -> str:
+    """A short mark that tells fingerprints apart."""
+    content = json.dumps(fingerprint, sort_keys=True).encode()
+    return hashlib.sha256(content).hexdigest()[:12]
+
+
+@final
+class TimelineHook:
+    """Writes where each cycle's time went: to the metrics, and as a trace."""
+
+    def __init__(self, timeline: Timeline, metrics: Metrics, recipe: Recipe) -> None:
+        """Prepare to write.
+
+        Args:
+            timeline: knows what was done when.
+            metrics: get the series "timing".
+            recipe: says how often.
+        """
+        self._timeline, self._metrics = timeline, metrics
+        self._every, self._last = recipe.logging.every, recipe.train.cycles
+
+    def after_cycle(self, cycle: int, results: Sequence[PhaseResult]) -> None:
+        """See `Hook`."""
+        if cycle == self._last or cycle % self._every == 0:
+            self._metrics.write("timing", cycle, cycle, self._timeline.cycle_values(cycle))
+            self._timeline.write()

@@ -1,0 +1,40 @@
+"""The engine of a rollout worker, as a recipe asks for it."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import torch
+
+from fewstep.checkpoint import load_network
+from fewstep.config import Recipe
+from fewstep.models.model import Model
+from fewstep.parallel.ranks import Ranks
+from fewstep.parallel.settings import LaunchSettings, ParallelSettings
+from fewstep.pipeline_engine import build_engine
+from fewstep.roles.role import STUDENT
+from fewstep.rollout import RolloutEngine
+from fewstep.run import build_worker, load_weights
+
+
+def open_engine(recipe: Recipe, model: Model, checkpoint: Path | None) -> RolloutEngine:
+    """An engine with the frozen base where there is one; the student itself is sent to it.
+
+    Args:
+        recipe: resolved.
+        model: the adapter.
+        checkpoint: of a run that is gone on with, which holds the base.
+    """
+    runtime = recipe.runtime.model_copy(update={"activation_checkpointing": False})
+    alone = recipe.model_copy(
+        update={"parallel": ParallelSettings(), "launch": LaunchSettings(), "runtime": runtime}
+    )
+    ranks = Ranks(0, 1, torch.device(recipe.runtime.device), grouped=False)
+    on_base = recipe.storage == "shared_base"
+    teacher = load_weights(alone, model) if on_base and checkpoint is None else None
+    worker = build_worker(alone, model, None, teacher, ranks, (STUDENT,))
+    if on_base and checkpoint is not None:
+        storage = worker.roles.storage
+        name = storage.network_of(STUDENT)
+        load_network(checkpoint, name, storage.tensors[name], partial=True)
+    return build_engine(recipe, worker)

@@ -1,0 +1,207 @@
+"""Carries phases to trainer groups, with all that they need of others."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
+from typing import Any, final
+
+from fewstep.config import Recipe
+from fewstep.launch.ray.group import TrainerGroup
+from fewstep.launch.ray.pool import Ordered, RolloutPool, Take
+from fewstep.roles.role import STUDENT
+from fewstep.sampling import Samples
+from fewstep.training.cycle import plan_cycle
+from fewstep.training.phase import PhaseRequest, PhaseResult
+from fewstep.training.timeline import DRIVER, Timeline
+from fewstep.validation import ValidationSettings, sampled_role
+from fewstep.weights import Confirmation
+
+
+@final
+class GroupExecutor:
+    """Runs each phase on the group that holds its role, one group at a time.
+
+    Before a phase, what it needs of roles that live elsewhere is made: student samples by the
+    rollout workers, scores by the group that holds those roles. Only references pass through here.
+
+    Attributes:
+        groups: by name, in the order in which they train.
+        timeline: where it is written down what took how long.
+        version: successful updates of the student.
+    """
+
+    def __init__(
+        self,
+        recipe: Recipe,
+        groups: Mapping[str, TrainerGroup],
+        pool: RolloutPool | None,
+        timeline: Timeline,
+        version: int,
+        ahead: Sequence[Ordered] = (),
+    ) -> None:
+        """Begin between two cycles.
+
+        Args:
+            recipe: resolved.
+            groups: by name, in the order in which they train, all set up.
+            pool: the rollout workers, if there are any.
+            timeline: where it is written down what took how long.
+            version: successful updates of the student so far.
+            ahead: samples of the next cycle that were made before the run was interrupted.
+        """
+        self._recipe, self._method = recipe, recipe.method.build()
+        self.groups, self._pool, self.timeline = dict(groups), pool, timeline
+        self.version = version
+        self._orders = {(o.cycle, o.name): o for o in ahead}
+        self._cycle = 0
+
+    def run_phase(self, request: PhaseRequest) -> PhaseResult:
+        """See `Executor.run_phase`."""
+        self._cycle = request.cycle
+        group = self._group_of(request.role)
+        given, versions = self._given(request, group)
+        self.wake(group)
+        result = group.run_phase(request, given, versions)
+        if request.role == STUDENT:
+            self.version = int(result.metrics["updates"])
+            # Before any other group takes this one's place on the accelerators.
+            self._follow()
+        return result
+
+    def sample(self, settings: ValidationSettings) -> Samples | None:
+        """What the student is validated by: made by the rollout workers, if there are any."""
+        if self._pool is None:
+            group = self._group_of(STUDENT)
+            self.wake(group)
+            samples: Samples | None = group.call("validation_samples", settings)[0]
+            return samples
+        if self.version == 0:
+            return None
+        role = sampled_role(self._recipe.roles)
+        push = partial(self._push, role)
+        if role != STUDENT:
+            self._deliver(push)
+        self._pool.wake()
+        samples = self._pool.sample(settings, push)
+        if role != STUDENT:
+            self._deliver(self._push_student)
+        return samples
+
+    def wake(self, group: TrainerGroup) -> None:
+        """Let a group take the accelerators, all others giving them up first."""
+        if not self._recipe.placement.offload:
+            return
+        for other in self.groups.values():
+            if other is not group:
+                other.sleep(self._cycle)
+        if self._pool is not None and self._recipe.rollout.schedule == "sync":
+            self._pool.sleep()
+        group.wake(self._cycle)
+
+    def leave(self) -> None:
+        """Let the ranks of every group take leave of each other."""
+        for group in self.groups.values():
+            group.call("leave")
+
+    def ahead(self) -> list[Ordered]:
+        """Samples of the next cycle, finished; the rollout workers rest until they are used."""
+        found = [o for (cycle, _), o in self._orders.items() if cycle > self._cycle]
+        for ordered in found:
+            self._collect(ordered)
+        return found
+
+    def _given(
+        self, request: PhaseRequest, group: TrainerGroup
+    ) -> tuple[Sequence[Any] | None, range]:
+        """By rank, what a phase needs of roles that are not in its group; and how old it may be."""
+        now = range(self.version, self.version + 1)
+        scorers = self._method.scored_by.get(request.role, ())
+        if not set(scorers) <= set(group.roles):
+            samples = self._samples(request)
+            scorer = next(g for g in self.groups.values() if set(scorers) <= set(g.roles))
+            self.wake(scorer)
+            return scorer.score(request, samples, now), now
+        if self._pool is None or request.role == STUDENT:
+            return None, now
+        stale = request.role in self._method.stale_samples and self._runs_ahead
+        oldest = self.version - self._recipe.rollout.max_staleness if stale else self.version
+        return self._samples(request), range(oldest, self.version + 1)
+
+    def _samples(self, request: PhaseRequest) -> list[Any]:
+        """References of the student samples of a phase, by rank; those of its cycle are ordered."""
+        self._order(request.cycle)
+        return self._collect(self._orders[request.cycle, request.rollout])
+
+    def _order(self, cycle: int) -> None:
+        """Ask for all samples of a cycle that were not asked for, and for what goes ahead."""
+        self._orders = {key: o for key, o in self._orders.items() if key[0] >= cycle}
+        wanted = [(cycle, name) for name in self._rollouts(cycle, ahead=False)]
+        if self._runs_ahead and cycle < self._recipe.train.cycles:
+            wanted += [(cycle + 1, name) for name in self._rollouts(cycle + 1, ahead=True)]
+        missing = [key for key in wanted if key not in self._orders]
+        if not missing or self._pool is None:
+            return
+        if self._recipe.placement.offload:
+            self._pool.wake()
+        if self._pool.version != self.version:
+            self._deliver(self._push_student)
+        size = self._recipe.launch.processes
+        for key in missing:
+            self._orders[key] = self._pool.order(*key, size)
+
+    def _rollouts(self, cycle: int, ahead: bool) -> list[str]:
+        """The samples of a cycle that rollout workers make; `ahead`: those that may be old."""
+        found = []
+        k = self._method.fake_updates_per_student
+        for request in plan_cycle(cycle, k, self._recipe.cycle):
+            own = request.role == STUDENT and self._scores_itself
+            old = request.role in self._method.stale_samples
+            if not own and (old or not ahead):
+                found.append(request.rollout)
+        return list(dict.fromkeys(found))
+
+    def _collect(self, ordered: Ordered) -> list[Any]:
+        assert self._pool is not None
+        return self._pool.collect(ordered, self._push_student)
+
+    def _follow(self) -> None:
+        """Let the rollout workers have the student as it is now."""
+        if self._pool is not None and self._pool.version != self.version:
+            self._deliver(self._push_student)
+
+    def _deliver(self, push: Callable[[Take], Confirmation]) -> None:
+        assert self._pool is not None
+        with self.timeline.measure("push", DRIVER, "push", self._cycle):
+            self._pool.wake()
+            self._pool.deliver(push)
+
+    def _push_student(self, take: Take) -> Confirmation:
+        return self._push(STUDENT, take)
+
+    def _push(self, role: str, take: Take) -> Confirmation:
+        group = self._group_of(role)
+        self.wake_for_push(group)
+        bucket = self._recipe.rollout.bucket_mib
+        return group.push(role, bucket, self._cycle, self.version, take)
+
+    def wake_for_push(self, group: TrainerGroup) -> None:
+        """Let a group be on the accelerators beside the rollout workers, which take its weights."""
+        if not self._recipe.placement.offload:
+            return
+        for other in self.groups.values():
+            if other is not group:
+                other.sleep(self._cycle)
+        group.wake(self._cycle)
+
+    @property
+    def _runs_ahead(self) -> bool:
+        return self._recipe.rollout.schedule == "async"
+
+    @property
+    def _scores_itself(self) -> bool:
+        scorers = self._method.scored_by.get(STUDENT, ())
+        return set(scorers) <= set(self._group_of(STUDENT).roles)
+
+    def _group_of(self, role: str) -> TrainerGroup:
+        return next(group for group in self.groups.values() if role in group.roles)

@@ -1,0 +1,162 @@
+"""A trainer group, as the driver sees it: all ranks are called at once, and fail as one."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Any, final
+
+from fewstep.config import Recipe
+from fewstep.launch.ray.calls import Call, gather
+from fewstep.launch.ray.cluster import Cluster
+from fewstep.launch.ray.trainer import Reply, Report, TrainerProcess
+from fewstep.placement import Seat
+from fewstep.training.phase import PhaseRequest, PhaseResult
+from fewstep.training.timeline import Span
+from fewstep.weights import Confirmation
+
+Spans = Callable[[Sequence[Span]], None]
+
+
+@final
+class TrainerGroup:
+    """The processes that hold some of the roles, one on each bundle.
+
+    Attributes:
+        name: of the group.
+        roles: that it holds.
+        awake: whether its weights are on the accelerators.
+        report: what its ranks agreed on when they were set up.
+    """
+
+    report: Report
+
+    def __init__(
+        self,
+        cluster: Cluster,
+        name: str,
+        roles: Sequence[str],
+        seats: Sequence[Seat],
+        recipe: Recipe,
+        spans: Spans,
+    ) -> None:
+        """Start the processes and let them meet.
+
+        Args:
+            cluster: that has places for them.
+            name: of the group.
+            roles: that it holds.
+            seats: by rank.
+            recipe: resolved.
+            spans: takes what its processes say they did.
+        """
+        self.name, self.roles = name, tuple(roles)
+        self.awake = True
+        self._spans, self._names = spans, [seat.name for seat in seats]
+        self._actors = [
+            cluster.start(TrainerProcess, seat, name, seat.rank, len(seats), recipe)
+            for seat in seats
+        ]
+        address, port = gather(
+            [Call(self._actors[0].open.remote(), self._names[0], "open a port")]
+        )[0]
+        self.call("join", address, port)
+
+    def call(self, method: str, *arguments: Any) -> list[Any]:
+        """Call a method of all ranks with the same arguments; what each has given, by rank."""
+        return self._gather(method, [self._call(a, method, *arguments) for a in self._actors])
+
+    def set_up(self, model: Any, dataset: Any, checkpoint: Path | None) -> Report:
+        """Build the workers; what all ranks have found alike.
+
+        Args:
+            model: reference of a model of the caller's, or None.
+            dataset: the same of a data set.
+            checkpoint: to go on from.
+        """
+        self.report = self.call("set_up", self.roles, model, dataset, checkpoint)[0]
+        return self.report
+
+    def run_phase(
+        self, request: PhaseRequest, given: Sequence[Any] | None, versions: range
+    ) -> PhaseResult:
+        """Run a phase on all ranks.
+
+        Args:
+            request: the phase.
+            given: by rank a reference of `ExternalData`; None: nothing.
+            versions: student updates that may be behind it.
+        """
+        refs = given or [None] * len(self._actors)
+        calls = [
+            self._call(actor, "run_phase", request, ref, versions)
+            for actor, ref in zip(self._actors, refs, strict=True)
+        ]
+        result: PhaseResult = self._replies(request.name, calls)[0]
+        return result
+
+    def score(self, request: PhaseRequest, given: Sequence[Any], versions: range) -> list[Any]:
+        """Score student samples for a phase of another group; by rank a reference."""
+        pairs = [
+            actor.score.options(num_returns=2).remote(request, ref, versions)
+            for actor, ref in zip(self._actors, given, strict=True)
+        ]
+        self._replies(f"score {request.name}", [reply for reply, _ in pairs])
+        return [found for _, found in pairs]
+
+    def sleep(self, cycle: int) -> None:
+        """Move weights and optimizers to main memory, unless they are there."""
+        if self.awake:
+            self._replies("sleep", [self._call(a, "sleep", cycle) for a in self._actors])
+            self.awake = False
+
+    def wake(self, cycle: int) -> None:
+        """Move them back to the accelerators, unless they are there."""
+        if not self.awake:
+            self._replies("wake", [self._call(a, "wake", cycle) for a in self._actors])
+            self.awake = True
+
+    def push(
+        self, role: str, bucket_mib: int, cycle: int, version: int, take: Callable[[Any], None]
+    ) -> Confirmation:
+        """Give a role's weights away, portion by portion.
+
+        Args:
+            role: whose.
+            bucket_mib: size of a portion.
+            cycle: for the timeline.
+            version: of these weights.
+            take: is given the reference of each portion: tensors by canonical name.
+
+        Returns:
+            What was given away.
+        """
+        count = self.call("open_push", role, bucket_mib)[0]
+        for bucket in range(count):
+            pairs = [
+                a.push.options(num_returns=2).remote(role, bucket, cycle) for a in self._actors
+            ]
+            self._replies("push", [reply for reply, _ in pairs])
+            take(pairs[0][1])
+        confirmation: Confirmation = self.call("close_push", version)[0]
+        return confirmation
+
+    def write(
+        self, draft: Path, part: str, skipped: Sequence[str], cycle: int
+    ) -> tuple[Mapping[str, Any], Mapping[str, Any]]:
+        """Write the group's tensors into a checkpoint in the making; its files, and its state."""
+        calls = [self._call(a, "write", draft, part, skipped, cycle) for a in self._actors]
+        written: tuple[Mapping[str, Any], Mapping[str, Any]] = self._replies("save", calls)[0]
+        return written
+
+    def _call(self, actor: Any, method: str, *arguments: Any) -> Any:
+        return getattr(actor, method).remote(*arguments)
+
+    def _gather(self, what: str, refs: Sequence[Any]) -> list[Any]:
+        return gather([Call(r, n, what) for r, n in zip(refs, self._names, strict=True)])
+
+    def _replies(self, what: str, refs: Sequence[Any]) -> list[Any]:
+        replies: list[Reply] = self._gather(what, refs)
+        for reply in replies:
+            self._spans(reply.spans)
+        return [reply.value for reply in replies]

@@ -1,0 +1,258 @@
+"""The rollout workers, as the driver sees them: who makes what, and who replaces a lost one."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, final
+
+import ray
+import torch
+
+from fewstep.config import Recipe
+from fewstep.errors import TrainingError
+from fewstep.launch.ray.calls import Call, failure, gather, is_death
+from fewstep.launch.ray.cluster import Cluster
+from fewstep.launch.ray.group import Spans
+from fewstep.launch.ray.rollouts import RolloutProcess
+from fewstep.placement import Seat
+from fewstep.sampling import Samples, balanced_labels
+from fewstep.training.metrics import logger
+from fewstep.validation import ValidationSettings
+from fewstep.weights import Confirmation
+
+Take = Callable[[Any], None]
+"""Is given the reference of a portion of weights."""
+Push = Callable[[Take], Confirmation]
+"""Gives the student's weights away, portion by portion; what was given."""
+# So often in a row a lost worker is replaced before the run gives up.
+ATTEMPTS = 3
+# The version of workers that have no weights of the student yet.
+NONE = -1
+
+
+@final
+@dataclass
+class Ordered:
+    """Samples of a phase that were asked for, by rank of the trainers.
+
+    Attributes:
+        cycle: of the phase.
+        name: of the phase.
+        version: student updates that the weights behind them have seen.
+        replies: references of what the workers say of it.
+        data: references of the `ExternalData`.
+        collected: whether all of it is there.
+    """
+
+    cycle: int
+    name: str
+    version: int
+    replies: list[Any]
+    data: list[Any]
+    collected: bool = False
+
+
+@final
+class RolloutPool:
+    """All rollout workers of a run. One that is lost is replaced, and its work is done again.
+
+    Attributes:
+        awake: whether their weights are on the accelerators.
+        version: student updates that their weights have seen, or NONE.
+    """
+
+    def __init__(
+        self,
+        cluster: Cluster,
+        seats: Sequence[Seat],
+        recipe: Recipe,
+        model: Any,
+        checkpoint: Path | None,
+        spans: Spans,
+    ) -> None:
+        """Start the workers; they have no weights of the student yet.
+
+        Args:
+            cluster: that has places for them.
+            seats: one for each.
+            recipe: resolved.
+            model: reference of a model of the caller's, or None.
+            checkpoint: of a run that is gone on with.
+            spans: takes what the workers say they did.
+        """
+        self._cluster, self._seats, self._recipe = cluster, list(seats), recipe
+        self._model, self._checkpoint, self._spans = model, checkpoint, spans
+        self._timeout = float(recipe.launch.timeout_seconds)
+        self._actors = [cluster.start(RolloutProcess, s, s.rank, recipe) for s in seats]
+        self._set_up(range(len(seats)))
+        self.awake = True
+        self.version = NONE
+
+    def order(self, cycle: int, name: str, size: int) -> Ordered:
+        """Ask for the samples of a phase, for trainers of `size` ranks; does not wait."""
+        ordered = Ordered(cycle, name, self.version, [None] * size, [None] * size)
+        for rank in range(size):
+            self._send(ordered, rank)
+        return ordered
+
+    def collect(self, ordered: Ordered, push: Push) -> list[Any]:
+        """Wait for samples that were asked for; by rank a reference of `ExternalData`.
+
+        A worker that has died, or does not answer in time, is replaced and given the weights
+        again, and what it was to make is made again: by the student as it is now.
+
+        Args:
+            ordered: what was asked for.
+            push: gives the student's weights away.
+
+        Raises:
+            TrainingError: where workers are lost again and again, or one fails by itself.
+        """
+        what = f"the samples of cycle {ordered.cycle}, {ordered.name}"
+        for _ in range(ATTEMPTS):
+            if not ordered.collected:
+                makers = [self._maker(rank) for rank in range(len(ordered.replies))]
+                lost = self._lost(list(zip(makers, ordered.replies, strict=True)), what)
+                if lost:
+                    self._replace(lost, push)
+                    ordered.version = self.version
+                    for rank, maker in enumerate(makers):
+                        if maker in lost:
+                            self._send(ordered, rank)
+                    continue
+                for reply in self._gather(what, makers, ordered.replies):
+                    self._spans(reply.spans)
+                ordered.collected = True
+            return ordered.data
+        raise TrainingError(f"rollout: workers were lost {ATTEMPTS} times in a row at {what}")
+
+    def deliver(self, push: Push) -> None:
+        """Give all workers the student's weights, and see that they hold them.
+
+        Raises:
+            TrainingError: where a worker holds something else afterwards.
+        """
+        everyone = range(len(self._actors))
+        for _ in range(ATTEMPTS):
+            calls: list[tuple[int, Any]] = []
+
+            def take(portion: Any, calls: list[tuple[int, Any]] = calls) -> None:
+                # One portion on its way at a time: a whole student need not fit into the store.
+                before = [ref for _, ref in calls[-len(self._actors) :]]
+                ray.wait(before, num_returns=len(before), timeout=self._timeout) if before else None
+                calls.extend((i, self._actors[i].load_weights.remote(portion)) for i in everyone)
+
+            sent = push(take)
+            confirmed = [actor.confirm.remote(sent.version) for actor in self._actors]
+            lost = self._lost([*calls, *zip(everyone, confirmed, strict=True)], "take weights")
+            if lost:
+                self._restart(lost)
+                continue
+            self._gather("take weights", [i for i, _ in calls], [ref for _, ref in calls])
+            found = self._gather("confirm weights", everyone, confirmed)
+            check_confirmed(sent, dict(zip(self._names(everyone), found, strict=True)))
+            self.version = sent.version
+            return
+        raise TrainingError(f"rollout: workers were lost {ATTEMPTS} times in a row at new weights")
+
+    def sample(self, settings: ValidationSettings, push: Push) -> Samples:
+        """The samples that validation wants (see `validation_samples`), by all workers together."""
+        starts = range(0, settings.samples, settings.batch_size)
+        for _ in range(ATTEMPTS):
+            makers = [number % len(self._actors) for number in range(len(starts))]
+            calls = [
+                (maker, self._actors[maker].sample.remote(settings, first))
+                for maker, first in zip(makers, starts, strict=True)
+            ]
+            if lost := self._lost(calls, "make validation samples"):
+                self._replace(lost, push)
+                continue
+            parts = self._gather("make validation samples", makers, [ref for _, ref in calls])
+            labels = balanced_labels(self._classes, settings.samples)
+            return Samples(torch.cat(parts), labels, 0.0, 0)
+        raise TrainingError(f"rollout: workers were lost {ATTEMPTS} times in a row at validation")
+
+    def sleep(self) -> None:
+        """Let the workers give the accelerators' memory back."""
+        if self.awake:
+            self._all("sleep")
+            self.awake = False
+
+    def wake(self) -> None:
+        """Let them take it again."""
+        if not self.awake:
+            self._all("wake")
+            self.awake = True
+
+    def _send(self, ordered: Ordered, rank: int) -> None:
+        actor, size = self._actors[self._maker(rank)], len(ordered.replies)
+        ordered.replies[rank], ordered.data[rank] = actor.generate.options(num_returns=2).remote(
+            ordered.cycle, ordered.name, rank, size
+        )
+
+    def _maker(self, rank: int) -> int:
+        """Which worker makes the samples of a rank."""
+        return rank % len(self._actors)
+
+    def _lost(self, calls: Sequence[tuple[int, Any]], what: str) -> list[int]:
+        """Wait for calls of workers; which of these have died, or have not answered in time."""
+        refs = [ref for _, ref in calls]
+        ready, _ = ray.wait(refs, num_returns=len(refs), timeout=self._timeout)
+        answered = set(ready)
+        lost = set()
+        for worker, ref in calls:
+            error = failure(ref) if ref in answered else None
+            if ref not in answered or (error is not None and is_death(error)):
+                lost.add(worker)
+        for worker in sorted(lost):
+            logger.warning("%s was lost (%s) and is replaced", self._seats[worker].name, what)
+        return sorted(lost)
+
+    def _replace(self, lost: Sequence[int], push: Push) -> None:
+        self._restart(lost)
+        self.deliver(push)
+
+    def _restart(self, lost: Sequence[int]) -> None:
+        for worker in lost:
+            seat = self._seats[worker]
+            self._cluster.stop(seat.name)
+            self._actors[worker] = self._cluster.start(
+                RolloutProcess, seat, seat.rank, self._recipe
+            )
+        self._set_up(lost)
+
+    def _set_up(self, workers: Sequence[int]) -> None:
+        calls = [self._actors[i].set_up.remote(self._model, self._checkpoint) for i in workers]
+        self._classes = self._gather("set up", workers, calls)[0]
+
+    def _all(self, method: str) -> None:
+        everyone = range(len(self._actors))
+        refs = [getattr(actor, method).remote() for actor in self._actors]
+        if lost := self._lost(list(zip(everyone, refs, strict=True)), method):
+            self._restart(lost)
+            self.version = NONE
+            return
+        self._gather(method, everyone, refs)
+
+    def _names(self, workers: Sequence[int]) -> list[str]:
+        return [self._seats[worker].name for worker in workers]
+
+    def _gather(self, what: str, workers: Sequence[int], refs: Sequence[Any]) -> list[Any]:
+        calls = [Call(r, n, what) for r, n in zip(refs, self._names(workers), strict=True)]
+        return gather(calls, self._timeout)
+
+
+def check_confirmed(sent: Confirmation, found: Mapping[str, Confirmation]) -> None:
+    """Raise TrainingError unless all workers hold what was sent; `found`: by worker."""
+    wrong = [
+        f"{worker} holds version {one.version}, {one.tensors} tensors, checksum {one.checksum[:12]}"
+        for worker, one in found.items()
+        if one != sent
+    ]
+    if wrong:
+        raise TrainingError(
+            f"rollout: weights of version {sent.version}, {sent.tensors} tensors, checksum "
+            f"{sent.checksum[:12]} were sent, but {'; '.join(wrong)}"
+        )

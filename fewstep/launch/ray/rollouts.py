@@ -1,0 +1,119 @@
+"""Rollout workers: processes with a copy of the student that make samples for the phases."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Mapping
+from pathlib import Path
+from typing import final
+
+import torch
+from torch import Tensor
+
+from fewstep.config import Recipe
+from fewstep.data.batches import Batch, ConditionBatches
+from fewstep.diffusion.draw import Draw
+from fewstep.launch.ray.engines import open_engine
+from fewstep.launch.ray.external import ExternalData
+from fewstep.launch.ray.trainer import Reply
+from fewstep.models.model import Model
+from fewstep.parallel.ranks import CPU, Ranks
+from fewstep.sampling import balanced_labels, rollout_of_samples
+from fewstep.training.reduction import micro_batches
+from fewstep.training.timeline import Span, timed
+from fewstep.validation import ValidationSettings
+from fewstep.weights import Confirmation
+
+
+@final
+class RolloutProcess:
+    """One rollout worker: an engine, and the draws that say what it makes."""
+
+    def __init__(self, rank: int, recipe: Recipe) -> None:
+        """Begin.
+
+        Args:
+            rank: its number among the rollout workers.
+            recipe: resolved.
+        """
+        self._lane, self._recipe = f"rollout/{rank}", recipe
+        self._version = -1
+        logging.getLogger("fewstep").setLevel(logging.ERROR)
+        torch.set_num_threads(recipe.runtime.threads or torch.get_num_threads())
+
+    def set_up(self, model: Model | None, checkpoint: Path | None) -> int | None:
+        """Build the engine; the number of classes that its samples have, if they have any.
+
+        Args:
+            model: the adapter of a network of the caller's.
+            checkpoint: of a run that is gone on with: it holds what the student rests on.
+        """
+        recipe = self._recipe
+        self._model = model or recipe.model.build()
+        self._method = recipe.method.build()
+        self._dtype = getattr(torch, recipe.runtime.dtype)
+        self._engine = open_engine(recipe, self._model, checkpoint)
+        self._batches = ConditionBatches(self._model.classes, torch.device(recipe.runtime.device))
+        return self._model.classes
+
+    def generate(self, cycle: int, name: str, rank: int, size: int) -> tuple[Reply, ExternalData]:
+        """Student samples of a phase, for one rank of the trainers.
+
+        Made in the same portions in which the trainer would make them itself.
+
+        Args:
+            cycle: of the phase.
+            name: the phase whose samples they are.
+            rank: of the trainers' group.
+            size: of that group.
+        """
+        spans: list[Span] = []
+        with timed(spans.append, f"rollout {name}", self._lane, "rollout", cycle):
+            ranks, total = Ranks(rank, size, CPU, grouped=True), self._recipe.train.batch_size
+            draw, mine = Draw(self._recipe.seed, cycle, name), ranks.share(total)
+            batch = self._batches.batch(draw, total, mine)
+            parts = micro_batches(total, ranks, self._recipe.train.micro_batch_size)
+            x0 = [
+                self._make(batch.rows(p.rows.start - mine.start, p.rows.stop - mine.start), draw)
+                for p in parts
+                if p.count
+            ]
+        ids, tensors = batch.sample_ids.cpu(), {"x0": torch.cat(x0)}
+        found = ExternalData(cycle, name, rank, self._version, ids, tensors)
+        return Reply(None, tuple(spans)), found
+
+    def _make(self, batch: Batch, draw: Draw) -> Tensor:
+        rollout = self._method.rollout(self._model, batch, draw, self._dtype)
+        return self._engine.generate(rollout).cpu()
+
+    def sample(self, settings: ValidationSettings, first: int) -> Tensor:
+        """Images of some of the samples that validation wants, from number `first` on."""
+        count = min(settings.batch_size, settings.samples - first)
+        labels = balanced_labels(self._model.classes, settings.samples)
+        rows = slice(first, first + count)
+        rollout = rollout_of_samples(
+            self._model,
+            self._method.sampler(),
+            torch.arange(first, first + count, device=self._batches.device),
+            None if labels is None else labels[rows],
+            settings.seed,
+            self._dtype,
+        )
+        return self._model.decode(self._engine.generate(rollout)).float().cpu()
+
+    def load_weights(self, weights: Mapping[str, Tensor]) -> None:
+        """Take a portion of the student's weights."""
+        self._engine.load_weights(weights)
+
+    def confirm(self, version: int) -> Confirmation:
+        """Say what the engine holds now, all portions taken."""
+        self._version = version
+        return self._engine.bound(version)
+
+    def sleep(self) -> None:
+        """Give the accelerator's memory back."""
+        self._engine.sleep()
+
+    def wake(self) -> None:
+        """Take it again."""
+        self._engine.wake()

@@ -1,0 +1,146 @@
+"""Checkpoints of a run whose roles are spread over groups: written by each, published here."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any, final
+
+import ray
+import torch
+from safetensors import SafetensorError
+from safetensors.torch import load, save
+
+from fewstep.checkpoint import (
+    discard_draft,
+    divide,
+    merge_states,
+    open_draft,
+    prune_checkpoints,
+    publish_draft,
+    write_best,
+)
+from fewstep.config import Recipe
+from fewstep.errors import UserError
+from fewstep.launch.hooks import run_documents
+from fewstep.launch.ray.executor import GroupExecutor
+from fewstep.launch.ray.external import ExternalData
+from fewstep.launch.ray.group import TrainerGroup
+from fewstep.launch.ray.pool import Ordered
+from fewstep.parallel.ranks import share
+
+AHEAD = "rollouts.safetensors"
+
+
+@final
+class GroupSaves:
+    """Saves all groups of a run at once."""
+
+    def __init__(
+        self, recipe: Recipe, executor: GroupExecutor, fingerprint: Mapping[str, Any]
+    ) -> None:
+        """Prepare to save.
+
+        Args:
+            recipe: resolved.
+            executor: knows the groups, and wakes them.
+            fingerprint: of the run.
+        """
+        self._directory, self._keep = Path(recipe.run_dir), recipe.checkpoint.keep
+        self._executor = executor
+        self._documents = run_documents(recipe, fingerprint)
+        groups = executor.groups
+        tensors = {name: group.report.tensors for name, group in groups.items()}
+        written = divide(tensors)
+        self._skipped = {n: sorted(set(tensors[n]) - set(written[n])) for n in groups}
+
+    def save(self, cycle: int) -> None:
+        """See `Saves.save`: it is written when this returns."""
+        groups = self._executor.groups
+        parts = {name: name if len(groups) > 1 else "" for name in groups}
+        draft = open_draft(self._directory, cycle, list(parts.values()))
+        files: dict[str, Any] = {}
+        states: dict[str, Any] = {}
+        try:
+            ahead = self._executor.ahead()
+            for group in self._order():
+                self._executor.wake(group)
+                skipped = self._skipped[group.name]
+                found, state = group.write(draft, parts[group.name], skipped, cycle)
+                files |= found
+                states[group.name] = state
+        except BaseException:
+            discard_draft(draft)
+            raise
+        documents: dict[str, str | bytes] = dict(self._documents)
+        if ahead:
+            documents[AHEAD] = pack_ahead(ahead)
+        merged = merge_states([states[name] for name in groups])
+        publish_draft(draft, merged, files, documents)
+        prune_checkpoints(self._directory, self._keep)
+
+    def name_best(self, best: Mapping[str, Any]) -> None:
+        """See `Saves.name_best`."""
+        write_best(self._directory, best)
+        prune_checkpoints(self._directory, self._keep)
+
+    def poll(self) -> None:
+        """Nothing is written in the background."""
+
+    def finish(self) -> None:
+        """Nothing is written in the background."""
+
+    def close(self) -> None:
+        """Nothing to end."""
+
+    def _order(self) -> list[TrainerGroup]:
+        """Those on the accelerators first, and last the one that the next cycle begins with.
+
+        So none has to be woken for saving and once more for the next cycle.
+        """
+        backwards = list(self._executor.groups.values())[::-1]
+        return sorted(backwards, key=lambda group: not group.awake)
+
+
+def pack_ahead(ahead: list[Ordered]) -> bytes:
+    """Samples of the next cycle, as the content of a file; whole, whatever the trainers' ranks."""
+    tensors = {}
+    for ordered in ahead:
+        parts: list[ExternalData] = ray.get(ordered.data)
+        key = f"{ordered.cycle}/{ordered.version}/{ordered.name}"
+        for name in parts[0].tensors:
+            tensors[f"{key}:{name}"] = torch.cat([part.tensors[name] for part in parts])
+    return save(tensors)
+
+
+def unpack_ahead(checkpoint: Path, size: int) -> list[Ordered]:
+    """The samples that a checkpoint holds for the next cycle, for trainers of `size` ranks.
+
+    Raises:
+        UserError: where the file is damaged.
+    """
+    file = checkpoint / AHEAD
+    if not file.exists():
+        return []
+    try:
+        tensors = load(file.read_bytes())
+    except (OSError, SafetensorError) as error:
+        raise UserError(f"{file} cannot be read: {error}") from error
+    by_order: dict[str, dict[str, torch.Tensor]] = {}
+    for path, tensor in tensors.items():
+        key, _, name = path.rpartition(":")
+        by_order.setdefault(key, {})[name] = tensor
+    found = []
+    for key, whole in by_order.items():
+        cycle, version, rollout = key.split("/", 2)
+        count = len(next(iter(whole.values())))
+        ordered = Ordered(int(cycle), rollout, int(version), [None] * size, [], collected=True)
+        for rank in range(size):
+            mine = share(count, size, rank)
+            ids = torch.arange(mine.start, mine.stop)
+            part = {name: tensor[mine.start : mine.stop] for name, tensor in whole.items()}
+            ordered.data.append(
+                ray.put(ExternalData(int(cycle), rollout, rank, int(version), ids, part))
+            )
+        found.append(ordered)
+    return found

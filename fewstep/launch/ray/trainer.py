@@ -1,0 +1,297 @@
+"""One rank of a trainer group: a process that holds a worker and does what the driver says."""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Callable, Collection, Mapping, Sequence
+from contextlib import AbstractContextManager
+from dataclasses import dataclass, replace
+from functools import cached_property, partial
+from pathlib import Path
+from typing import Any, final
+
+import ray
+import torch
+from torch import Tensor
+
+from fewstep.checkpoint import (
+    load_checkpoint,
+    plain_state,
+    tensor_paths,
+    unread,
+    write_part,
+)
+from fewstep.config import Recipe
+from fewstep.data.dataset import Dataset
+from fewstep.diffusion.draw import Draw
+from fewstep.launch.hooks import run_fingerprint
+from fewstep.launch.local import check_network, reporting, teacher_statistics
+from fewstep.launch.ray.external import Expected, ExternalData, check_external
+from fewstep.methods.method import TensorSpec
+from fewstep.models.model import Model
+from fewstep.parallel.offload import Moved, Offload, held_tensors
+from fewstep.parallel.ranks import MeetingPlace, dissolve, meet
+from fewstep.roles.role import TEACHER_SCORE
+from fewstep.run import Run, build_worker, load_weights
+from fewstep.sampling import Samples
+from fewstep.training.phase import PhaseRequest
+from fewstep.training.timeline import Kind, Span, timed
+from fewstep.validation import ValidationSettings, validation_samples
+from fewstep.weights import (
+    Checksum,
+    Confirmation,
+    gather_bucket,
+    split_into_buckets,
+    whole_sizes,
+)
+
+
+@final
+@dataclass(frozen=True)
+class Report:
+    """What a rank has come up with: all of a run must agree on where it stands.
+
+    Attributes:
+        cycle: the last one that its weights have seen.
+        data_position: samples taken from the data so far.
+        fingerprint: what must not change between a run and its resume.
+        student_updates: that the student's weights have seen; None where it lives elsewhere.
+        reference: moments of the teacher's samples, where the teacher is here.
+        tensors: names of its tensors as in a checkpoint.
+        unread: what the checkpoint holds and this rank does not.
+    """
+
+    cycle: int
+    data_position: int
+    fingerprint: Mapping[str, Any]
+    student_updates: int | None
+    reference: Mapping[str, float] | None
+    tensors: Sequence[str]
+    unread: Sequence[str]
+
+
+@final
+@dataclass(frozen=True)
+class Reply:
+    """What a call has given, and what it took."""
+
+    value: Any
+    spans: tuple[Span, ...] = ()
+
+
+@final
+class TrainerProcess:
+    """One rank of a trainer group. Every method is called on all ranks of the group at once."""
+
+    def __init__(self, group: str, rank: int, size: int, recipe: Recipe) -> None:
+        """Begin.
+
+        Args:
+            group: the name of its group.
+            rank: its number in the group.
+            size: how many there are.
+            recipe: resolved.
+        """
+        self.lane = f"{group}/{rank}"
+        self._rank, self._size, self._recipe = rank, size, recipe
+        self._place: MeetingPlace | None = None
+        # Rank 0 of the driver's side speaks to the user.
+        logging.getLogger("fewstep").setLevel(logging.ERROR)
+        torch.set_num_threads(recipe.runtime.threads or torch.get_num_threads())
+
+    def open(self) -> tuple[str, int]:
+        """Open a place for the group to meet at, on rank 0; address and port."""
+        self._place = MeetingPlace(ray.util.get_node_ip_address())
+        return self._place.address, self._place.port
+
+    def join(self, address: str, port: int) -> None:
+        """Meet the other ranks of the group."""
+        self._ranks = meet(
+            address,
+            port,
+            self._rank,
+            self._size,
+            torch.device(self._recipe.runtime.device),
+            self._recipe.launch.timeout_seconds,
+        )
+
+    def set_up(
+        self,
+        roles: Sequence[str],
+        model: Model | None,
+        dataset: Dataset | None,
+        checkpoint: Path | None,
+    ) -> Report:
+        """Build the worker, new or from a checkpoint.
+
+        Args:
+            roles: that live here.
+            model: the adapter of a network of the caller's.
+            dataset: of the caller's.
+            checkpoint: to go on from.
+
+        Raises:
+            UserError: for what the user can put right.
+        """
+        recipe = self._recipe
+        model = model or recipe.model.build()
+        data = dataset if dataset is not None else recipe.data.load()
+        with reporting("model: the network cannot be built"):
+            teacher = None if checkpoint else load_weights(recipe, model, self._ranks)
+            self._worker = build_worker(recipe, model, data, teacher, self._ranks, roles)
+        check_network(self._worker.roles, recipe.seed)
+        left, cycle = [], 0
+        if checkpoint is not None:
+            into = partial(self._worker.empty_state, partial=True)
+            state = load_checkpoint(checkpoint, into, self._ranks, partial=True)
+            self._worker.load_state_dict(state, partial=True)
+            left = unread(checkpoint, self._worker.state_dict())
+            cycle = int(state["cycle"])
+        self._offload = Offload(
+            self._ranks.device, lambda: held_tensors(self._worker.roles, self._worker.sharding)
+        )
+        run = Run(Path(recipe.run_dir), recipe, self._worker, cycle)
+        student = self._worker.roles.get("student")
+        return Report(
+            cycle,
+            cycle * recipe.train.batch_size,
+            run_fingerprint(recipe, self._worker),
+            student.successful if student is not None else None,
+            teacher_statistics(run) if TEACHER_SCORE in self._worker.roles else None,
+            tensor_paths(self._worker.state_dict()),
+            left,
+        )
+
+    def run_phase(
+        self, request: PhaseRequest, given: ExternalData | None, versions: range
+    ) -> Reply:
+        """Run a phase (see `Worker.run_phase`); what other processes have computed is checked.
+
+        Args:
+            request: the phase.
+            given: for this rank's samples.
+            versions: student updates that may be behind it.
+        """
+        spans: list[Span] = []
+        with self._timed(spans, request.name, "train", request.cycle):
+            if given is not None:
+                tensors = self._worker.method.external_tensors(
+                    request.role, self._worker.roles.model, self._worker.roles.dtype
+                )
+                request = self._take(request, given, versions, tensors, spans)
+            result = self._worker.run_phase(request)
+        return Reply(result, tuple(spans))
+
+    def score(
+        self, request: PhaseRequest, given: ExternalData, versions: range
+    ) -> tuple[Reply, ExternalData]:
+        """Score student samples for a phase of a later group (see `Worker.score`)."""
+        spans: list[Span] = []
+        with self._timed(spans, f"score {request.name}", "score", request.cycle):
+            request = self._take(request, given, versions, {"x0": self._sample_spec}, spans)
+            found = {key: value.cpu() for key, value in self._worker.score(request).items()}
+        return Reply(None, tuple(spans)), replace(given, tensors=found)
+
+    def validation_samples(self, settings: ValidationSettings) -> Samples | None:
+        """See `validation.validation_samples`; rank 0 alone gives them away."""
+        spec = self._worker.method.sampler()
+        samples = validation_samples(settings, self._worker.roles, spec, self._ranks)
+        return samples if self._ranks.first else None
+
+    def write(self, draft: Path, part: str, skipped: Collection[str], cycle: int) -> Reply:
+        """Write this group's tensors into a checkpoint in the making (see `write_part`).
+
+        Args:
+            draft: the directory.
+            part: the group's folder in it.
+            skipped: tensors that another group writes.
+            cycle: the last one completed.
+
+        Returns:
+            The files of all ranks, and the state that is no tensor.
+        """
+        spans: list[Span] = []
+        with self._timed(spans, "save", "save", cycle):
+            state, left = self._worker.state_dict(), set(skipped)
+            paths = [path for path in tensor_paths(state) if path not in left]
+            files = write_part(draft, part, state, paths, self._ranks)
+        return Reply((files, plain_state(state)), tuple(spans))
+
+    # Taking turns on the accelerator.
+
+    def sleep(self, cycle: int) -> Reply:
+        """Move weights and optimizers to main memory."""
+        return self._move("sleep", self._offload.sleep, cycle)
+
+    def wake(self, cycle: int) -> Reply:
+        """Move them back."""
+        return self._move("wake", self._offload.wake, cycle)
+
+    def resident_bytes(self) -> int:
+        """Bytes of weights and optimizers that are on the accelerator now."""
+        return self._offload.resident_bytes
+
+    # Giving weights to the rollout workers.
+
+    def open_push(self, role: str, bucket_mib: int) -> int:
+        """Begin to give a role's weights away; in how many portions that will be."""
+        self._buckets = split_into_buckets(whole_sizes(self._worker, role), bucket_mib * 2**20)
+        self._checksum = Checksum()
+        return len(self._buckets)
+
+    def push(self, role: str, bucket: int, cycle: int) -> tuple[Reply, Mapping[str, Tensor]]:
+        """One portion, whole, in main memory; of rank 0 alone, the others help to gather it."""
+        spans: list[Span] = []
+        with self._timed(spans, "gather", "push", cycle):
+            tensors = gather_bucket(self._worker, role, self._buckets[bucket])
+            if not self._ranks.first:
+                return Reply(None, tuple(spans)), {}
+            for name, tensor in tensors.items():
+                self._checksum.add(name, tensor)
+        size = sum(t.numel() * t.element_size() for t in tensors.values())
+        return Reply(size, tuple(replace(s, bytes=size) for s in spans)), tensors
+
+    def close_push(self, version: int) -> Confirmation:
+        """What rank 0 has given away, for the receivers to compare with what they hold."""
+        return self._checksum.confirmation(version)
+
+    def leave(self) -> None:
+        """Take leave of the other ranks."""
+        dissolve()
+
+    @cached_property
+    def _sample_spec(self) -> TensorSpec:
+        roles = self._worker.roles
+        return TensorSpec(roles.model.sample_shape, roles.dtype)
+
+    def _take(
+        self,
+        request: PhaseRequest,
+        given: ExternalData,
+        versions: range,
+        tensors: Mapping[str, TensorSpec],
+        spans: list[Span],
+    ) -> PhaseRequest:
+        """The request with what was computed for it elsewhere, checked, on this device."""
+        with self._timed(spans, "hand-off", "hand_off", request.cycle, given.nbytes):
+            size = self._recipe.train.batch_size
+            draw = Draw(self._recipe.seed, request.cycle, request.rollout)
+            ids = self._worker.batches.batch(draw, size, self._ranks.share(size)).sample_ids
+            expected = Expected(request.cycle, request.rollout, self._rank, versions, ids, tensors)
+            with self._worker.placing_errors(request):
+                check_external(given, expected)
+            device = self._ranks.device
+            external = {key: value.to(device) for key, value in given.tensors.items()}
+            return replace(request, external=external)
+
+    def _move(self, name: str, move: Callable[[], Moved], cycle: int) -> Reply:
+        start = time.time()
+        moved = move()
+        span = Span(name, self.lane, "offload", cycle, start, moved.seconds, moved.bytes)
+        return Reply(self._offload.resident_bytes, (span,))
+
+    def _timed(
+        self, spans: list[Span], name: str, kind: Kind, cycle: int, size: int = 0
+    ) -> AbstractContextManager[None]:
+        return timed(spans.append, name, self.lane, kind, cycle, size)
