@@ -68,6 +68,7 @@ def write_report(
     views = [view_run(run, warnings) for run in runs]
 
     pictures = [picture for picture, _ in shown] + [p for view in views for p in view.pictures]
+    pictures += [v.timeline.picture for v in views if v.timeline and v.timeline.picture]
     pictures += [quality] if quality else []
     names = [picture.name for picture in pictures]
     if clash := {name for name in names if names.count(name) > 1}:

@@ -3,11 +3,12 @@
 import json
 import re
 import statistics
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from fewstep.errors import UserError
 from fewstep.figures import (
     Array,
     Picture,
@@ -18,8 +19,24 @@ from fewstep.figures import (
     loss_picture,
     number,
     short,
+    timeline_picture,
     validation_picture,
 )
+from fewstep.training.timeline import read_trace
+
+TIMING_NAMES = {
+    "rollout": "rollouts",
+    "train": "training",
+    "score": "scoring",
+    "hand_off": "hand-over",
+    "push": "weight push",
+    "offload": "offload",
+    "save": "saving",
+    "validation": "validation",
+    "driver": "driver alone",
+    "wait": "idle",
+}
+"""Names of the series "timing", in the order of the table; "train" and "wait" name a group too."""
 
 
 @dataclass(frozen=True)
@@ -38,14 +55,32 @@ class ReportRun:
 
 
 @dataclass(frozen=True)
+class TimelineView:
+    """Where the time of a run's cycles went.
+
+    Attributes:
+        picture: of a few cycles; None where the trace has none, or is damaged.
+        rows: what, seconds a cycle, share of the cycle, and bytes a cycle: means, in words.
+        cycles: how many cycles the means are over.
+        problem: why the trace was left out, if it was.
+    """
+
+    picture: Picture | None
+    rows: list[tuple[str, str, str, str]]
+    cycles: int
+    problem: str | None
+
+
+@dataclass(frozen=True)
 class RunView:
-    """What the page shows of one run."""
+    """What the page shows of one run; `timeline` where it has a timeline.json."""
 
     name: str
     anchor: str
     facts: list[str]
     notes: list[str]
     pictures: list[Picture]
+    timeline: TimelineView | None
     recipe: str | None
 
 
@@ -125,8 +160,67 @@ def view_run(run: ReportRun, warnings: list[str]) -> RunView:
         facts=_facts(records),
         notes=notes,
         pictures=[picture for picture in drawn if picture is not None],
+        timeline=_timeline(name, run.path / "timeline.json", records),
         recipe=recipe.read_text(encoding="utf-8", errors="replace") if recipe.is_file() else None,
     )
+
+
+def _timeline(name: str, file: Path, records: Records) -> TimelineView | None:
+    if not file.is_file():
+        return None
+    picture, problem = None, None
+    try:
+        picture = timeline_picture(name, read_trace(file))
+    except UserError as error:
+        problem = f"Its picture was left out: {str(error).replace(str(file), file.name)}."
+    else:
+        if picture is None:
+            problem = f"{file.name} holds no cycle yet."
+    timing = records.get("timing", ())
+    return TimelineView(picture, _timing_rows(timing), len(timing), problem)
+
+
+def _timing_rows(timing: Sequence[Mapping[str, Any]]) -> list[tuple[str, str, str, str]]:
+    """Means of the series "timing" over its cycles, without what never took time or room."""
+    means = {}
+    for key in dict.fromkeys(key for record in timing for key in record):
+        values = [value for r in timing if (value := number(r.get(key))) is not None]
+        if key.endswith(("seconds", "_bytes")) and any(values):
+            means[key] = statistics.fmean(values)
+    whole = means.pop("seconds", 0.0)
+    rows = [("the whole cycle", short(whole), "", "")] if whole else []
+    names = dict.fromkeys(key.rpartition("_")[0] for key in means)
+    for name in sorted(names, key=_timing_position):
+        seconds = means.get(f"{name}_seconds")
+        share = f"{seconds / whole:.0%}" if whole and seconds is not None else ""
+        moved = means.get(f"{name}_bytes")
+        room = "" if moved is None else _size(moved)
+        rows.append((_timing_name(name), short(seconds), share, room))
+    return rows
+
+
+def _timing_position(key: str) -> int:
+    """Where a key of the series "timing" comes in the table, about as in a cycle."""
+    order = list(TIMING_NAMES)
+    kind = key if key in order else key.partition("_")[0]
+    return order.index(kind) if kind in order else len(order)
+
+
+def _timing_name(key: str) -> str:
+    """Words for a key of the series "timing", without its unit."""
+    kind, _, group = key.partition("_")
+    if group and kind in ("train", "wait"):
+        return f"{group}, {TIMING_NAMES[kind]}"
+    return TIMING_NAMES.get(key, key.replace("_", " "))
+
+
+def _size(count: float) -> str:
+    """A number of bytes in words, with decimal units."""
+    for unit in ("B", "kB", "MB", "GB"):
+        if count < 999.5:
+            return f"{short(count)}\u00a0{unit}"
+        count /= 1000
+    return f"{short(count)}\u00a0TB"
 
 
 def _warnings(run: str, records: Records) -> list[str]:

@@ -13,6 +13,7 @@ import torch
 from sklearn.datasets import load_digits
 
 from fewstep.report import ReportRun, write_report
+from fewstep.training.timeline import Span, Timeline
 
 webdriver = pytest.importorskip("selenium.webdriver")
 from selenium.webdriver.chrome.service import Service  # noqa: E402
@@ -126,6 +127,30 @@ def evaluation() -> dict[str, Any]:
     }
 
 
+def timeline_lines(file: Path) -> list[dict[str, Any]]:
+    """Write a timeline of six cycles on two ranks; what the series "timing" says of them."""
+    timeline = Timeline(file)
+    lines = []
+    for cycle in range(395, 401):
+        start = 1_764_453_600.0 + 0.5 * cycle
+        for rank in range(2):
+            timeline.extend(
+                [
+                    Span("rollout", f"rollout/{rank}", "rollout", cycle, start, 0.1),
+                    Span("fake_score/0", f"critic/{rank}", "train", cycle, start + 0.1, 0.2),
+                    Span("score", f"critic/{rank}", "score", cycle, start + 0.3, 0.08),
+                    Span(
+                        "hand_off", f"critic/{rank}", "hand_off", cycle, start + 0.38, 0.01, 65536
+                    ),
+                    Span("student", f"actor/{rank}", "train", cycle, start + 0.39, 0.1),
+                ]
+            )
+        values = timeline.cycle_values(cycle)
+        lines.append({"series": "timing", "cycle": cycle, "step": cycle, **values})
+    timeline.write()
+    return lines
+
+
 RECIPE = """\
 seed: 0
 method:
@@ -161,6 +186,8 @@ def report(tmp_path_factory: pytest.TempPathFactory) -> Path:
     runs = []
     for name, lines in {"teacher": teacher_lines(noise), **students}.items():
         (root / name).mkdir()
+        if name == "student":
+            lines = lines + timeline_lines(root / name / "timeline.json")
         text = "".join(json.dumps(line) + "\n" for line in lines)
         (root / name / "metrics.jsonl").write_text(text)
         (root / name / "recipe.yaml").write_text(RECIPE)
@@ -211,7 +238,7 @@ def test_images_are_shown_without_an_error_or_a_request(
         "return [i.complete, i.naturalWidth, b.width, b.height, i.alt.length,"
         " i.currentSrc === i.src]})"
     )
-    assert len(images) == 2 + 2 + 4 + 4
+    assert len(images) == 2 + 2 + 4 + 1 + 4
     for complete, natural, width, height, alt, is_light in images:
         assert complete
         assert natural > 0
@@ -245,10 +272,11 @@ def test_page_does_not_scroll_sideways(browser: Any, report: Path, width: int) -
 def test_wide_content_scrolls_in_its_own_box(browser: Any, report: Path) -> None:
     open_page(browser, report, 360)
     boxes = browser.execute_script(
-        "return [...document.querySelectorAll('.scroll')].map(b => [b.clientWidth, b.scrollWidth,"
+        "return [...document.querySelectorAll('.card:not(.narrow) > .scroll')]"
+        ".map(b => [b.clientWidth, b.scrollWidth,"
         " getComputedStyle(b).overflowX])"
     )
-    assert len(boxes) == 3
+    assert len(boxes) == 4
     for inner, content, overflow in boxes:
         assert inner < 360 < content
         assert overflow == "auto"

@@ -19,6 +19,7 @@ from fewstep.figures.curves import (
 from fewstep.figures.grid import grid_picture
 from fewstep.figures.quality import quality_picture
 from fewstep.figures.theme import DARK, LIGHT, Array, Picture, number, short
+from fewstep.figures.timeline import timeline_picture
 
 __all__ = [
     "DARK",
@@ -36,5 +37,6 @@ __all__ = [
     "number",
     "quality_picture",
     "short",
+    "timeline_picture",
     "validation_picture",
 ]
