@@ -3,11 +3,12 @@ PYTHON ?= python3
 BIN := .venv/bin
 INSTALL := $(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt
 
-.PHONY: help demo demo-distributed test check chaos bench docs clean
+.PHONY: help demo demo-distributed demo-ray test check chaos bench docs clean
 
 help:
 	@echo "make demo   teacher, four-step students, evaluation, report and export on a CPU"
 	@echo "make demo-distributed   a student on two ranks, killed and gone on with"
+	@echo "make demo-ray   the same run on a local Ray cluster, in one trainer group and in two"
 	@echo "make test   the test suite"
 	@echo "make check  ruff, mypy and the import-direction test"
 	@echo "make chaos  a run that is killed thirty times, against one that is not"
@@ -22,15 +23,18 @@ help:
 
 .venv/.installed: .venv/.made pyproject.toml constraints.txt
 	@echo "Installing Fewstep and its pinned dependencies into .venv (a few minutes the first time)"
-	$(INSTALL) -e .
+	$(INSTALL) -e '.[ray]'
 	@touch $@
 
 .venv/.installed-dev: .venv/.installed
-	$(INSTALL) -e '.[dev,docs]'
+	$(INSTALL) -e '.[ray,dev,docs]'
 	@touch $@
 
 demo: .venv/.installed
 	$(BIN)/python examples/digits_demo.py
+
+demo-ray: .venv/.installed
+	$(BIN)/python examples/ray_demo.py
 
 demo-distributed: .venv/.installed
 	$(BIN)/python examples/distributed_demo.py

@@ -1,4 +1,4 @@
-"""The command line: train, sample, evaluate, export, inspect."""
+"""The command line: train, sample, evaluate, export, inspect, plan."""
 
 from __future__ import annotations
 
@@ -83,11 +83,11 @@ def train(
     the same and exits with 143. A resumed run gives the same weights, bit for bit, as one that
     was never stopped.
 
-    [bold]launch.processes=N[/bold] runs it in N processes, one for each device.
+    [bold]launch.processes=N[/bold] runs it in N processes, one for each device;
+    [bold]launch.kind=ray[/bold] runs it on a Ray cluster.
     """
     from fewstep.config import load_recipe
     from fewstep.launch import command
-    from fewstep.launch.local import train as run_training
     from fewstep.progress import training_progress
     from fewstep.training.loop import StopRequest
 
@@ -107,7 +107,7 @@ def train(
     command.hush(console)
     stop = StopRequest()
     with training_progress(console, f"{loaded.method.name}", loaded.train.cycles) as on_cycle:
-        run = run_training(loaded, resume=resumed, on_cycle=on_cycle, stop=stop)
+        run = command.run_recipe(loaded, resumed, on_cycle, stop)
     for line in command.last_words(run, arguments):
         console.print(line, markup=False, highlight=False, soft_wrap=True)
     raise typer.Exit(command.leave_together(run, stop))
@@ -278,6 +278,23 @@ def inspect(
         console.print(inspect_recipe(load_recipe(target, overrides or [])))
 
 
+@app.command()
+def plan(
+    recipe: Annotated[Path, typer.Argument(help="The recipe, a YAML file.")],
+    overrides: Annotated[
+        list[str] | None, typer.Argument(metavar="KEY=VALUE", help="As for train.")
+    ] = None,
+) -> None:
+    """Show who does what in a cycle, and on Ray who sits where, before a run.
+
+    Nothing is started and no weights are read: the plan of a large run can be looked at anywhere.
+    """
+    from fewstep.config import load_recipe
+    from fewstep.plan import plan_recipe
+
+    console.print(plan_recipe(load_recipe(recipe, overrides or [])))
+
+
 def parse_numbers(text: str, option: str, least: int, most: int) -> list[int]:
     """Numbers and ranges, as in "3,1,4" or "0-9"; raises UserError naming the option."""
     numbers: list[int] = []
@@ -328,7 +345,10 @@ def fail(message: str, code: int, error: BaseException | None = None) -> NoRetur
     where nobody has foreseen it. The others have only lost it.
     """
     if "TORCHELASTIC_RUN_ID" not in os.environ:
-        print_error(message)
+        details = ""
+        if error is not None and error.__cause__ is not None:
+            details = f"{error.__cause__}\n"
+        print_error(message, details)
         sys.exit(code)
     from fewstep.launch import command, processes
 

@@ -12,7 +12,8 @@ from rich.console import Console
 
 from fewstep.config import Recipe
 from fewstep.errors import INTERRUPTED, TERMINATED, UserError
-from fewstep.launch.local import Resume
+from fewstep.launch.hooks import OnCycle
+from fewstep.launch.local import Resume, ray_driver, train
 from fewstep.launch.processes import (
     Ended,
     check_launch,
@@ -42,12 +43,21 @@ def run_in_processes(recipe: Recipe, resume: Resume, arguments: Sequence[str]) -
     Returns:
         How they have ended; None where it is this process that runs it, alone or as a rank.
     """
-    if recipe.launch.processes == 1 or launched_ranks() is not None:
+    if recipe.launch.kind == "ray" or recipe.launch.processes == 1 or launched_ranks() is not None:
         return None
     check_launch(recipe, resume)
     words = {True: ["--resume"], False: [], "auto": ["--resume", "auto"]}[resume]
     whole = ["-m", "fewstep", "train", *arguments, *words]
     return launch(whole, recipe.launch.processes, recipe.launch.grace_seconds)
+
+
+def run_recipe(
+    recipe: Recipe, resume: Resume, on_cycle: OnCycle, stop: StopRequest
+) -> Run | Trained:
+    """Train in this process, or let it drive a cluster."""
+    if recipe.launch.kind == "ray":
+        return ray_driver()(recipe, resume=resume, on_cycle=on_cycle, stop=stop)
+    return train(recipe, resume=resume, on_cycle=on_cycle, stop=stop)
 
 
 def hush(console: Console) -> None:

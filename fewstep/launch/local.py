@@ -6,7 +6,7 @@ import json
 import logging
 import os
 import signal
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
@@ -45,6 +45,7 @@ from fewstep.roles.role import STUDENT, TEACHER_SCORE, Roles
 from fewstep.run import (
     RECIPE,
     Run,
+    Trained,
     build_worker,
     check_ranks,
     is_run_directory,
@@ -90,9 +91,8 @@ def train(
         TrainingError: where the run cannot go on.
     """
     if recipe.launch.kind == "ray":
-        from fewstep.launch.ray.driver import train_on_ray
-
-        trained = train_on_ray(
+        driver = ray_driver()
+        trained = driver(
             recipe, model=model, data=data, resume=resume, on_cycle=on_cycle, stop=stop
         )
         return replace(open_run(trained.directory, model=model), cycles_run=trained.cycles_run)
@@ -105,6 +105,26 @@ def train(
     ):
         check_device(recipe.runtime.device)
         return train_in_process(recipe, model, data, resume, on_cycle, stop, reached, lock)
+
+
+def ray_driver() -> Callable[..., Trained]:
+    """`launch.ray.driver.train_on_ray`.
+
+    Raises:
+        UserError: where Ray is not installed, or torchrun has started this process.
+    """
+    if launched_ranks() is not None:
+        raise UserError(
+            "launch.kind: 'ray' is given, but torchrun has started this process; start the run "
+            "with `fewstep train` alone, which lets Ray start the processes"
+        )
+    try:
+        from fewstep.launch.ray.driver import train_on_ray
+    except ModuleNotFoundError as error:
+        if error.name != "ray":
+            raise
+        raise UserError("launch.kind: 'ray' needs Ray: pip install 'fewstep[ray]'") from error
+    return train_on_ray
 
 
 def train_in_process(
