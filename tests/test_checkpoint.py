@@ -244,6 +244,13 @@ def test_a_damaged_file_is_named_and_nothing_older_is_taken_instead(tmp_path, fi
     assert f"Remove {path} to go on" in str(error.value)
 
 
+def test_nothing_is_to_be_removed_where_a_damaged_checkpoint_was_moved_to(tmp_path) -> None:
+    path = save(tmp_path, 1).rename(tmp_path / "kept")
+    (path / "recipe.yaml").unlink()
+    with pytest.raises(UserError, match=r"kept lacks recipe\.yaml$"):
+        load_checkpoint(path)
+
+
 @pytest.mark.parametrize("file", ["tensors/shard-00002.safetensors", "notes.txt", "tensors/x"])
 def test_an_extra_file_is_named(tmp_path, file) -> None:
     path = save(tmp_path, 1)
