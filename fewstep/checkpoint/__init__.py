@@ -25,7 +25,14 @@ from fewstep.checkpoint.directory import (
     remove_leftovers,
     write_best,
 )
-from fewstep.checkpoint.draft import discard_draft, open_draft, publish_draft, write_part
+from fewstep.checkpoint.draft import (
+    discard_draft,
+    hold_part,
+    open_draft,
+    publish_draft,
+    write_held,
+    write_part,
+)
 from fewstep.checkpoint.load import load_checkpoint, load_network
 from fewstep.checkpoint.manifest import read_manifest, read_state, verify_checkpoint
 from fewstep.checkpoint.parts import (
@@ -37,12 +44,13 @@ from fewstep.checkpoint.parts import (
     unread,
 )
 from fewstep.checkpoint.save import save_checkpoint
-from fewstep.checkpoint.saver import CheckpointSettings, Saver
+from fewstep.checkpoint.saver import Background, CheckpointSettings, Saver
 from fewstep.checkpoint.tensors import TENSORS, saved_tensors
 
 __all__ = [
     "MANIFEST",
     "TENSORS",
+    "Background",
     "Best",
     "CheckpointSettings",
     "Saver",
@@ -54,6 +62,7 @@ __all__ = [
     "complete_checkpoints",
     "discard_draft",
     "divide",
+    "hold_part",
     "is_checkpoint_name",
     "is_complete",
     "latest_checkpoint",
@@ -75,5 +84,6 @@ __all__ = [
     "unread",
     "verify_checkpoint",
     "write_best",
+    "write_held",
     "write_part",
 ]

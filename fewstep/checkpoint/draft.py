@@ -91,14 +91,33 @@ def write_part(
         UserError: on every rank, where any cannot write.
         TrainingError: where the group does not hold one of the tensors.
     """
-    peers, chosen, tensors = Peers(ranks), set(paths), flatten(state)
+    peers = Peers(ranks)
+    return write_held(draft, part, hold_part(draft, part, state, paths, peers), peers)
+
+
+def hold_part(
+    draft: Path,
+    part: str,
+    state: Mapping[str, Any],
+    paths: Collection[str],
+    peers: Peers,
+    copies: bool = False,
+) -> dict[str, Tensor]:
+    """The first half of `write_part`; `copies`: the state may change before the second."""
+    chosen, tensors = set(paths), flatten(state)
     if lacking := sorted(chosen - tensors.keys()):
         raise TrainingError(
             f"the group that writes the part {part!r} does not hold {', '.join(lacking[:4])}"
         )
     share = {path: tensor for path, tensor in tensors.items() if path in chosen}
     with saving(published_path(draft)):
-        return write_files(draft, part, take_hold(draft, part, share, peers), peers)
+        return take_hold(draft, part, share, peers, copies=copies)
+
+
+def write_held(draft: Path, part: str, held: Mapping[str, Tensor], peers: Peers) -> Files:
+    """The second half of `write_part`; may be called in another thread, with a group of its own."""
+    with saving(published_path(draft)):
+        return write_files(draft, part, held, peers)
 
 
 def publish_draft(

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor, wait
 from dataclasses import dataclass
 from datetime import timedelta
 from pathlib import Path
-from typing import Annotated, Any, final
+from typing import Annotated, Any, TypeVar, final
 
 import torch
 import torch.distributed as dist
@@ -20,6 +20,8 @@ from fewstep.checkpoint.save import Draft, begin, publish, write
 from fewstep.errors import TrainingError
 from fewstep.parallel.ranks import SINGLE, Ranks
 from fewstep.settings import Settings
+
+T = TypeVar("T")
 
 # How long a run that has failed waits for what it is still writing.
 LAST_SECONDS = 10.0
@@ -79,9 +81,8 @@ class Saver:
         self._directory = run_directory
         self._settings = settings
         self._peers = Peers(ranks)
-        self._timeout = timedelta(seconds=timeout_seconds)
+        self._behind = Background(ranks, timeout_seconds)
         self._flight: _Flight | None = None
-        self._behind: tuple[Peers, ThreadPoolExecutor] | None = None
 
     def save(self, cycle: int, state: Mapping[str, Any], documents: Documents) -> None:
         """Save the state after `cycle`, as `save_checkpoint` does; may return before it is done.
@@ -96,8 +97,8 @@ class Saver:
             publish(draft, write(draft, self._peers), self._peers)
             self._prune()
             return
-        peers, thread = self._background()
-        self._flight = _Flight(cycle, draft, thread.submit(_write_behind, draft, peers))
+        files = self._behind.submit(lambda peers: _write_behind(draft, peers))
+        self._flight = _Flight(cycle, draft, files)
 
     def name_best(self, best: Mapping[str, Any]) -> None:
         """Write best.json, once the checkpoint that it names is published."""
@@ -137,8 +138,7 @@ class Saver:
         if flight is not None:
             # Not for ever: it may wait for another rank, which is what has failed.
             wait([flight.files], LAST_SECONDS)
-        if self._behind is not None:
-            self._behind[1].shutdown(wait=flight is None)
+        self._behind.close(wait=flight is None)
 
     def _written(self, flight: _Flight) -> Files:
         """All files, once all ranks are done; what failed on any is an error on all."""
@@ -155,20 +155,45 @@ class Saver:
     def _prune(self) -> None:
         self._peers.first(lambda: prune_checkpoints(self._directory, self._settings.keep))
 
-    def _background(self) -> tuple[Peers, ThreadPoolExecutor]:
-        if self._behind is None:
-            ranks, group = self._peers.ranks, None
-            if ranks.size > 1:
-                group = dist.new_group(backend="gloo", timeout=self._timeout)
-            self._behind = Peers(ranks, group), ThreadPoolExecutor(1, "checkpoint")
-        return self._behind
-
 
 def _write_behind(draft: Draft, peers: Peers) -> Files:
-    if peers.ranks.device.type == "cuda":
-        # A new thread begins on the first device, whatever this rank's is.
-        torch.cuda.set_device(peers.ranks.device)
     try:
         return write(draft, peers)
     finally:
         draft.tensors = {}  # the copies
+
+
+@final
+class Background:
+    """A thread that works with those of the other ranks, apart from the run's own collectives."""
+
+    def __init__(self, ranks: Ranks, timeout_seconds: float) -> None:
+        """Nothing is started yet.
+
+        Args:
+            ranks: each of them has one of these.
+            timeout_seconds: how long a thread waits for the others.
+        """
+        self._ranks, self._timeout = ranks, timedelta(seconds=timeout_seconds)
+        self._started: tuple[Peers, ThreadPoolExecutor] | None = None
+
+    def submit(self, work: Callable[[Peers], T]) -> Future[T]:
+        """Let the thread do something; called by all ranks alike, from their main threads."""
+        if self._started is None:
+            group = None
+            if self._ranks.size > 1:
+                group = dist.new_group(backend="gloo", timeout=self._timeout)
+            self._started = Peers(self._ranks, group), ThreadPoolExecutor(1, "checkpoint")
+        peers, thread = self._started
+        return thread.submit(self._work, work, peers)
+
+    def _work(self, work: Callable[[Peers], T], peers: Peers) -> T:
+        if self._ranks.device.type == "cuda":
+            # A new thread begins on the first device, whatever this rank's is.
+            torch.cuda.set_device(self._ranks.device)
+        return work(peers)
+
+    def close(self, wait: bool) -> None:
+        """End the thread; `wait`: once it has done what it is at."""
+        if self._started is not None:
+            self._started[1].shutdown(wait=wait)

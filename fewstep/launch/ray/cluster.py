@@ -5,9 +5,7 @@ from __future__ import annotations
 import contextlib
 import logging
 import math
-import os
 import uuid
-from collections.abc import Sequence
 from typing import Any, final
 
 import ray
@@ -15,10 +13,9 @@ from ray.util.placement_group import placement_group, remove_placement_group
 from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
 from fewstep.errors import UserError
+from fewstep.launch.ray.calls import Call, gather
 from fewstep.parallel.settings import LaunchSettings
 from fewstep.placement import UNITS, Placement, Seat
-
-GONE_SECONDS = 10.0
 
 
 @final
@@ -90,13 +87,14 @@ class Cluster:
             .remote(*arguments)
         )
         self._actors[seat.name] = actor
-        ready, _ = ray.wait([actor.__ray_ready__.remote()], timeout=self._timeout)
-        if not ready:
+        ready = actor.__ray_ready__.remote()
+        if not ray.wait([ready], timeout=self._timeout)[0]:
             raise UserError(
                 f"placement: {seat.name} got no place within {self._timeout} s "
                 f"(placement.timeout_seconds): it needs {seat.units / UNITS:g} of the "
                 f"{self._placement.resource!r} of bundle {seat.bundle}; {free_resources()}"
             )
+        gather([Call(ready, seat.name, "start")])
         return actor
 
     def stop(self, name: str) -> None:
@@ -115,7 +113,6 @@ class Cluster:
             "logging_level": logging.ERROR,
             "namespace": self._namespace,
         }
-        os.environ.setdefault("RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO", "0")
         if address is None:
             ray.init(
                 address="local",
@@ -190,8 +187,3 @@ def free_resources() -> str:
     return "free now: " + (
         ", ".join(f"{free.get(n, 0):g} of {total[n]:g} {n}" for n in plain) or "nothing"
     )
-
-
-def names_of(seats: Sequence[Seat]) -> list[str]:
-    """The processes that sit there."""
-    return [seat.name for seat in seats]

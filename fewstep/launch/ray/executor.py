@@ -80,7 +80,7 @@ class GroupExecutor:
             return None
         role = sampled_role(self._recipe.roles)
         push = partial(self._push, role)
-        if role != STUDENT:
+        if role != STUDENT or self._pool.version != self.version:
             self._deliver(push)
         self._pool.wake()
         samples = self._pool.sample(settings, push)

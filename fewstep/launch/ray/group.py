@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any, final
 
 from fewstep.config import Recipe
+from fewstep.files import FileEntry
 from fewstep.launch.ray.calls import Call, gather
 from fewstep.launch.ray.cluster import Cluster
 from fewstep.launch.ray.trainer import Reply, Report, TrainerProcess
@@ -142,12 +143,21 @@ class TrainerGroup:
         return confirmation
 
     def write(
-        self, draft: Path, part: str, skipped: Sequence[str], cycle: int
-    ) -> tuple[Mapping[str, Any], Mapping[str, Any]]:
-        """Write the group's tensors into a checkpoint in the making; its files, and its state."""
-        calls = [self._call(a, "write", draft, part, skipped, cycle) for a in self._actors]
-        written: tuple[Mapping[str, Any], Mapping[str, Any]] = self._replies("save", calls)[0]
-        return written
+        self, draft: Path, part: str, skipped: Sequence[str], cycle: int, behind: bool
+    ) -> Mapping[str, Any]:
+        """Write the group's tensors into a checkpoint in the making; its state without them."""
+        calls = [self._call(a, "write", draft, part, skipped, cycle, behind) for a in self._actors]
+        state: Mapping[str, Any] = self._replies("save", calls)[0]
+        return state
+
+    def is_written(self) -> bool:
+        """Whether that is finished."""
+        return all(self.call("is_written"))
+
+    def written(self) -> Mapping[str, FileEntry]:
+        """Its files, once they are finished."""
+        files: Mapping[str, FileEntry] = self.call("written")[0]
+        return files
 
     def _call(self, actor: Any, method: str, *arguments: Any) -> Any:
         return getattr(actor, method).remote(*arguments)

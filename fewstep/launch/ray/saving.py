@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, final
 
@@ -22,6 +23,7 @@ from fewstep.checkpoint import (
 )
 from fewstep.config import Recipe
 from fewstep.errors import UserError
+from fewstep.files import FileEntry
 from fewstep.launch.hooks import run_documents
 from fewstep.launch.ray.executor import GroupExecutor
 from fewstep.launch.ray.external import ExternalData
@@ -30,6 +32,18 @@ from fewstep.launch.ray.pool import Ordered
 from fewstep.parallel.ranks import share
 
 AHEAD = "rollouts.safetensors"
+
+
+@final
+@dataclass
+class _Flight:
+    """A checkpoint that the groups are writing."""
+
+    cycle: int
+    draft: Path
+    state: Mapping[str, Any]
+    documents: Mapping[str, str | bytes]
+    best: Mapping[str, Any] | None = None
 
 
 @final
@@ -47,7 +61,9 @@ class GroupSaves:
             fingerprint: of the run.
         """
         self._directory, self._keep = Path(recipe.run_dir), recipe.checkpoint.keep
+        self._behind = recipe.checkpoint.asynchronous
         self._executor = executor
+        self._flight: _Flight | None = None
         self._documents = run_documents(recipe, fingerprint)
         groups = executor.groups
         tensors = {name: group.report.tensors for name, group in groups.items()}
@@ -55,43 +71,64 @@ class GroupSaves:
         self._skipped = {n: sorted(set(tensors[n]) - set(written[n])) for n in groups}
 
     def save(self, cycle: int) -> None:
-        """See `Saves.save`: it is written when this returns."""
+        """See `Saves.save`."""
+        self.finish()
         groups = self._executor.groups
         parts = {name: name if len(groups) > 1 else "" for name in groups}
         draft = open_draft(self._directory, cycle, list(parts.values()))
-        files: dict[str, Any] = {}
         states: dict[str, Any] = {}
         try:
-            ahead = self._executor.ahead()
+            documents: dict[str, str | bytes] = dict(self._documents)
+            if ahead := self._executor.ahead():
+                documents[AHEAD] = pack_ahead(ahead)
             for group in self._order():
                 self._executor.wake(group)
                 skipped = self._skipped[group.name]
-                found, state = group.write(draft, parts[group.name], skipped, cycle)
-                files |= found
-                states[group.name] = state
+                states[group.name] = group.write(
+                    draft, parts[group.name], skipped, cycle, self._behind
+                )
         except BaseException:
             discard_draft(draft)
             raise
-        documents: dict[str, str | bytes] = dict(self._documents)
-        if ahead:
-            documents[AHEAD] = pack_ahead(ahead)
         merged = merge_states([states[name] for name in groups])
-        publish_draft(draft, merged, files, documents)
-        prune_checkpoints(self._directory, self._keep)
+        self._flight = _Flight(cycle, draft, merged, documents)
+        if not self._behind:
+            self.finish()
 
     def name_best(self, best: Mapping[str, Any]) -> None:
         """See `Saves.name_best`."""
+        if self._flight is not None and self._flight.cycle == best["cycle"]:
+            self._flight.best = best
+            return
         write_best(self._directory, best)
         prune_checkpoints(self._directory, self._keep)
 
     def poll(self) -> None:
-        """Nothing is written in the background."""
+        """See `Saves.poll`."""
+        if self._flight is not None and all(
+            group.is_written() for group in self._executor.groups.values()
+        ):
+            self.finish()
 
     def finish(self) -> None:
-        """Nothing is written in the background."""
+        """See `Saves.finish`."""
+        flight, self._flight = self._flight, None
+        if flight is None:
+            return
+        files: dict[str, FileEntry] = {}
+        try:
+            for group in self._executor.groups.values():
+                files.update(group.written())
+        except BaseException:
+            discard_draft(flight.draft)
+            raise
+        publish_draft(flight.draft, flight.state, files, flight.documents)
+        if flight.best is not None:
+            write_best(self._directory, flight.best)
+        prune_checkpoints(self._directory, self._keep)
 
     def close(self) -> None:
-        """Nothing to end."""
+        """See `Saves.close`: the background ends with its processes."""
 
     def _order(self) -> list[TrainerGroup]:
         """Those on the accelerators first, and last the one that the next cycle begins with.

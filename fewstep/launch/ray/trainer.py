@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import time
 from collections.abc import Callable, Collection, Mapping, Sequence
+from concurrent.futures import Future
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, replace
 from functools import cached_property, partial
@@ -16,15 +17,19 @@ import torch
 from torch import Tensor
 
 from fewstep.checkpoint import (
+    Background,
+    hold_part,
     load_checkpoint,
     plain_state,
     tensor_paths,
     unread,
-    write_part,
+    write_held,
 )
+from fewstep.checkpoint.peers import Peers
 from fewstep.config import Recipe
 from fewstep.data.dataset import Dataset
 from fewstep.diffusion.draw import Draw
+from fewstep.files import FileEntry
 from fewstep.launch.hooks import run_fingerprint
 from fewstep.launch.local import check_network, reporting, teacher_statistics
 from fewstep.launch.ray.external import Expected, ExternalData, check_external
@@ -148,6 +153,7 @@ class TrainerProcess:
             self._worker.load_state_dict(state, partial=True)
             left = unread(checkpoint, self._worker.state_dict())
             cycle = int(state["cycle"])
+        self._behind = Background(self._ranks, recipe.launch.timeout_seconds)
         self._offload = Offload(
             self._ranks.device, lambda: held_tensors(self._worker.roles, self._worker.sharding)
         )
@@ -199,24 +205,41 @@ class TrainerProcess:
         samples = validation_samples(settings, self._worker.roles, spec, self._ranks)
         return samples if self._ranks.first else None
 
-    def write(self, draft: Path, part: str, skipped: Collection[str], cycle: int) -> Reply:
-        """Write this group's tensors into a checkpoint in the making (see `write_part`).
+    def write(
+        self, draft: Path, part: str, skipped: Collection[str], cycle: int, behind: bool
+    ) -> Reply:
+        """Write this group's tensors into a checkpoint in the making.
 
         Args:
             draft: the directory.
             part: the group's folder in it.
             skipped: tensors that another group writes.
             cycle: the last one completed.
+            behind: in the background, from copies.
 
         Returns:
-            The files of all ranks, and the state that is no tensor.
+            The state that is no tensor; `written` gives the files.
         """
         spans: list[Span] = []
         with self._timed(spans, "save", "save", cycle):
             state, left = self._worker.state_dict(), set(skipped)
             paths = [path for path in tensor_paths(state) if path not in left]
-            files = write_part(draft, part, state, paths, self._ranks)
-        return Reply((files, plain_state(state)), tuple(spans))
+            peers = Peers(self._ranks)
+            held = hold_part(draft, part, state, paths, peers, copies=behind)
+            if behind:
+                self._files = self._behind.submit(lambda own: write_held(draft, part, held, own))
+            else:
+                self._files = Future()
+                self._files.set_result(write_held(draft, part, held, peers))
+        return Reply(plain_state(state), tuple(spans))
+
+    def is_written(self) -> bool:
+        """Whether what `write` has begun is finished here."""
+        return self._files.done()
+
+    def written(self) -> Mapping[str, FileEntry]:
+        """The files of all ranks that `write` has given rise to, once they are finished."""
+        return self._files.result()
 
     # Taking turns on the accelerator.
 
