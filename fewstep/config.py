@@ -29,7 +29,7 @@ from fewstep.training.metrics import LoggingSettings
 from fewstep.training.worker import TrainSettings
 
 from fewstep.checkpoint import CheckpointSettings  # isort: skip
-from fewstep.placement import PlacementSettings  # isort: skip
+from fewstep.placement import PlacementSettings, check_placement  # isort: skip
 from fewstep.rollout import RolloutSettings  # isort: skip
 from fewstep.validation import ValidationSettings  # isort: skip
 
@@ -164,6 +164,18 @@ class Recipe(Settings):
                 f"cycle.warmup_cycles ({self.cycle.warmup_cycles}) must be below train.cycles "
                 f"({self.train.cycles}): the student would never be trained"
             )
+        try:
+            check_placement(
+                self.placement,
+                self.launch,
+                self.rollout,
+                self.cycle,
+                method,
+                self.roles,
+                self.runtime.device,
+            )
+        except UserError as error:
+            raise ValueError(str(error)) from error
         return self
 
     @property

@@ -1,0 +1,347 @@
+"""What `fewstep plan` says of a recipe: the steps of its cycles, and who sits where."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from fewstep import cli
+from fewstep.config import Recipe
+from fewstep.methods.dmd2 import DMD2
+from fewstep.plan import Step, cycle_steps
+from fewstep.training.cycle import plan_cycle
+
+ROOT = Path(__file__).parents[1]
+SPLIT = {"critic": ["fake_score", "teacher_score"], "actor": ["student", "student_ema"]}
+RAY = {"launch.kind": "ray", "launch.processes": 2}
+TWO = {**RAY, "placement.groups": SPLIT, "cycle.order": "fake_score_first"}
+NEVER = {"checkpoint.every": 1000, "train.cycles": 1000}
+OVERRIDES = (
+    "launch.kind=ray",
+    "launch.processes=2",
+    "cycle.order=fake_score_first",
+    "placement.groups={critic: [fake_score, teacher_score], actor: [student, student_ema]}",
+)
+
+Steps = Callable[..., list[Step]]
+RunPlan = Callable[..., tuple[int, str, str]]
+
+
+@pytest.fixture
+def steps(make_recipe: Callable[..., Recipe]) -> Steps:
+    """The steps of a cycle of a tiny recipe: K is 2, and nothing is saved."""
+
+    def make(changes: dict[str, Any], cycle: int = 5, method: str = "dmd2") -> list[Step]:
+        return cycle_steps(make_recipe(method, {**NEVER, **changes}), cycle)
+
+    return make
+
+
+def names(steps: list[Step]) -> list[str]:
+    """What is done, in order."""
+    return [step.name for step in steps]
+
+
+@pytest.mark.parametrize("kind", [{}, RAY])
+def test_one_group_does_all_by_itself(steps: Steps, kind) -> None:
+    assert steps(kind) == [
+        Step("student", "trainer", "student", "its own samples"),
+        Step("fake_score/0", "trainer", "fake_score", "its own samples"),
+        Step("fake_score/1", "trainer", "fake_score", "its own samples"),
+    ]
+
+
+@pytest.mark.parametrize("kind", [{}, RAY])
+def test_phases_of_one_group_that_share_samples_take_them_from_the_first(
+    steps: Steps, kind
+) -> None:
+    changes = {**kind, "cycle.fake_batches": "reuse_student"}
+    assert steps(changes) == [
+        Step("student", "trainer", "student", "its own samples", "x0 for fake_score/0 to 1"),
+        Step("fake_score/0", "trainer", "fake_score", "x0 from student"),
+        Step("fake_score/1", "trainer", "fake_score", "x0 from student"),
+    ]
+    assert steps({**changes, "cycle.order": "fake_score_first"}) == [
+        Step("fake_score/0", "trainer", "fake_score", "its own samples", "x0 for fake_score/1"),
+        Step("fake_score/1", "trainer", "fake_score", "x0 from fake_score/0"),
+        Step("student", "trainer", "student", "its own samples"),
+    ]
+
+
+def test_flow_matching_learns_from_data(steps: Steps) -> None:
+    for kind in ({}, RAY):
+        assert steps(kind, method="flow_matching") == [
+            Step("student", "trainer", "student", "data")
+        ]
+
+
+def test_two_groups_hand_over_what_the_later_one_needs(steps: Steps) -> None:
+    assert steps(TWO) == [
+        Step("rollout fake_score/0", "rollout", gives="x0 for fake_score/0"),
+        Step("rollout fake_score/1", "rollout", gives="x0 for fake_score/1"),
+        Step("rollout student", "rollout", gives="x0 for score student"),
+        Step("fake_score/0", "critic", "fake_score", "x0 from rollout"),
+        Step("fake_score/1", "critic", "fake_score", "x0 from rollout"),
+        Step(
+            "score student",
+            "critic",
+            None,
+            "x0 from rollout",
+            "direction, nonfinite_entries for student",
+        ),
+        Step("student", "actor", "student", "direction, nonfinite_entries from critic"),
+        Step("push", "actor", gives="the student's weights to rollout"),
+    ]
+
+
+def test_two_groups_that_share_samples_have_them_made_once(steps: Steps) -> None:
+    found = steps({**TWO, "cycle.fake_batches": "reuse_student"})
+    assert found[0] == Step(
+        "rollout student", "rollout", gives="x0 for fake_score/0 to 1, score student"
+    )
+    assert names(found)[1:] == ["fake_score/0", "fake_score/1", "score student", "student", "push"]
+    assert {step.takes for step in found[1:4]} == {"x0 from rollout"}
+    # Nobody hands over samples that the rollout workers have made.
+    assert [step.gives for step in found[1:3]] == ["", ""]
+
+
+def test_rollout_workers_of_one_group_feed_the_fake_score_only(steps: Steps) -> None:
+    found = steps({**RAY, "rollout.workers": 1})
+    assert names(found) == [
+        "rollout fake_score/0",
+        "rollout fake_score/1",
+        "student",
+        "fake_score/0",
+        "fake_score/1",
+        "push",
+    ]
+    assert [s.takes for s in found[2:5]] == ["its own samples", *["x0 from rollout"] * 2]
+
+
+def test_with_offload_the_groups_take_turns(steps: Steps) -> None:
+    offload = {**TWO, "placement.offload": True}
+    train = ["wake critic", "fake_score/0", "fake_score/1", "score student"]
+    train += ["sleep critic", "wake actor", "student", "push"]
+    # Nobody is awake when a run begins; later it is whoever trained last.
+    assert names(steps(offload, 1))[3:] == train
+    assert names(steps(offload, 2))[3:] == ["sleep actor", *train]
+    turn = next(step for step in steps(offload) if step.name == "sleep critic")
+    assert turn == Step("sleep critic", "critic")
+
+
+def test_with_offload_a_group_that_only_scores_is_woken_for_it(steps: Steps, monkeypatch) -> None:
+    monkeypatch.setattr(DMD2, "scored_by", {"student": ("teacher_score",)})
+    groups = {"judge": ["teacher_score"], "all": ["student", "student_ema", "fake_score"]}
+    found = steps({**RAY, "placement.groups": groups, "placement.offload": True})
+    assert names(found)[3:] == [
+        "sleep all",
+        "wake judge",
+        "score student",
+        "sleep judge",
+        "wake all",
+        "student",
+        "fake_score/0",
+        "fake_score/1",
+        "push",
+    ]
+
+
+def test_with_offload_one_group_is_awake_at_a_time_whatever_the_cycle(make_recipe) -> None:
+    changes = {**TWO, "placement.offload": True, "cycle.warmup_cycles": 4, "train.cycles": 9}
+    changes |= {"validation": {"every": 3}, "checkpoint.every": 2, "data.name": "digits"}
+    recipe = make_recipe("dmd2", changes)
+    awake: set[str] = set()
+    for cycle in range(1, 10):
+        for step in cycle_steps(recipe, cycle):
+            if step.name.startswith("wake"):
+                assert awake == set()
+                awake = {step.group}
+            elif step.name.startswith("sleep"):
+                assert awake == {step.group}
+                awake = set()
+            elif step.group in SPLIT:
+                assert awake == {step.group}, (cycle, step)
+
+
+def test_in_warm_up_nothing_is_scored_or_pushed(steps: Steps) -> None:
+    warm = {**TWO, "cycle.warmup_cycles": 5}
+    phases = ["rollout fake_score/0", "rollout fake_score/1", "fake_score/0", "fake_score/1"]
+    assert names(steps(warm, 5)) == phases
+    assert names(steps(warm, 6)) == names(steps(TWO))
+    shared = steps({**warm, "cycle.fake_batches": "reuse_student"}, 5)
+    assert shared[0] == Step("rollout student", "rollout", gives="x0 for fake_score/0 to 1")
+    # With offload, the critic stays where it is.
+    assert names(steps({**warm, "placement.offload": True}, 5)) == phases
+    assert names(steps({**warm, "placement.offload": True}, 6))[3] == "fake_score/0"
+
+
+def test_async_makes_the_fake_scores_samples_a_cycle_ahead(steps: Steps) -> None:
+    late = {**TWO, "rollout.schedule": "async"}
+    found = steps(late)
+    assert names(found) == [
+        "rollout student",
+        "rollout next fake_score/0",
+        "rollout next fake_score/1",
+        "fake_score/0",
+        "fake_score/1",
+        "score student",
+        "student",
+        "push",
+    ]
+    assert found[0].gives == "x0 for score student"
+    assert found[1].gives == "x0 for next fake_score/0"
+    assert found[3].takes == found[4].takes == "older x0 from rollout"
+    assert found[5].takes == "x0 from rollout"
+
+
+def test_async_makes_nothing_after_the_end_and_all_at_the_start(steps: Steps) -> None:
+    late = {**TWO, "rollout.schedule": "async"}
+    first, last = steps(late, 1), steps(late, 1000)
+    assert names(first)[:5] == [
+        "rollout fake_score/0",
+        "rollout fake_score/1",
+        "rollout student",
+        "rollout next fake_score/0",
+        "rollout next fake_score/1",
+    ]
+    assert first[5].takes == "x0 from rollout"
+    assert names(last)[:2] == ["rollout student", "fake_score/0"]
+    assert last[1].takes == "older x0 from rollout"
+
+
+@pytest.mark.parametrize("changes", [{}, {"cycle.warmup_cycles": 3}, TWO])
+@pytest.mark.parametrize("cycle", [1, 3, 4])
+def test_the_phases_are_those_that_are_run(make_recipe, changes, cycle) -> None:
+    recipe = make_recipe("dmd2", changes)
+    phases = plan_cycle(cycle, 2, recipe.cycle)
+    trained = [(s.name, s.role) for s in cycle_steps(recipe, cycle) if s.role is not None]
+    assert trained == [(phase.name, phase.role) for phase in phases]
+
+
+@pytest.mark.parametrize(("kind", "saver"), [(TWO, "driver"), ({}, "trainer")])
+def test_validation_and_saving_come_when_due(make_recipe, kind, saver) -> None:
+    changes = {**kind, "train.cycles": 7, "checkpoint.every": 2, "data.name": "digits"}
+    recipe = make_recipe("dmd2", changes | {"validation": {"every": 3}})
+    due = {
+        cycle: [(s.name, s.group) for s in cycle_steps(recipe, cycle)
+                if s.name in ("validate", "save")]
+        for cycle in range(1, 8)
+    }  # fmt: skip
+    save, validate = ("save", saver), ("validate", "actor" if kind else "trainer")
+    both = [validate, save]
+    assert due == {1: [], 2: [save], 3: [validate], 4: [save], 5: [], 6: both, 7: both}
+
+
+@pytest.fixture
+def plan(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture) -> RunPlan:
+    """Run `fewstep plan` on the digits' student: exit code, standard output, standard error."""
+
+    def run(*overrides: str) -> tuple[int, str, str]:
+        recipe = ROOT / "recipes/digits/student.yaml"
+        monkeypatch.setattr(sys, "argv", ["fewstep", "plan", str(recipe), *overrides])
+        monkeypatch.setattr(cli, "console", cli.Console(width=300))
+        monkeypatch.setattr(cli, "errors", cli.Console(width=300, stderr=True))
+        code: object = 0
+        try:
+            cli.main()
+        except SystemExit as exit_:
+            code = exit_.code or 0
+        out, err = capsys.readouterr()
+        assert isinstance(code, int)
+        return code, out, err
+
+    return run
+
+
+def step_rows(out: str) -> list[str]:
+    """The rows of the table of steps, their cells joined by one space."""
+    lines = out.partition("hands over")[2].splitlines()[2:]
+    return [" ".join(line.split()) for line in lines[: lines.index("")] if line.strip()]
+
+
+def test_a_local_recipe_is_shown_without_a_placement(plan: RunPlan) -> None:
+    code, out, _ = plan()
+    assert code == 0
+    assert step_rows(out) == [
+        "student trainer student its own samples",
+        *(f"fake_score/{k} trainer fake_score its own samples" for k in range(5)),
+        "validate trainer",
+        "save trainer",
+    ]
+    assert "Of all cycles: validated every 10, saved every 20, and the last." in out
+    assert "Placement" not in out
+    assert "Samples are made" not in out
+    assert "Cycles 1 to 30 train the fake score only: fake_score/0 to 4." in out
+
+
+def test_a_recipe_of_two_groups_is_shown_with_its_placement(plan: RunPlan) -> None:
+    code, out, _ = plan(*OVERRIDES)
+    assert code == 0
+    seats = "0 critic/0 0.3500 actor/0 0.3500 rollout/0 0.2500 0.0500 1.0000"
+    assert seats in " ".join(out.split())
+    assert step_rows(out) == [
+        *(f"rollout fake_score/{k} rollout x0 for fake_score/{k}" for k in range(5)),
+        "rollout student rollout x0 for score student",
+        *(f"fake_score/{k} critic fake_score x0 from rollout" for k in range(5)),
+        "score student critic x0 from rollout direction, nonfinite_entries for student",
+        "student actor student direction, nonfinite_entries from critic",
+        "push actor the student's weights to rollout",
+        "validate actor",
+        "save driver",
+    ]
+    warm = "rollout fake_score/0 to 4 -> fake_score/0 to 4."
+    assert f"Cycles 1 to 30 train the fake score only: {warm}" in out
+    assert "Samples are made 6 times a cycle, 128 each." in out
+
+
+@pytest.mark.parametrize(
+    ("overrides", "note"),
+    [
+        (("cycle.fake_batches=reuse_student",), "made once a cycle, 128 each, for all phases."),
+        (
+            ("rollout.schedule=async", "rollout.max_staleness=3"),
+            "fake_score learns from samples that were made while the cycle before trained, by a "
+            "student that is an update older; more than 3 behind is an error.",
+        ),
+        (("placement.offload=true",), "offload: only the group that is awake"),
+        (("cycle.warmup_cycles=1",), "Cycle 1 trains the fake score only: rollout"),
+    ],
+)
+def test_what_the_steps_do_not_tell_is_noted(plan: RunPlan, overrides, note) -> None:
+    code, out, _ = plan(*OVERRIDES, *overrides)
+    assert code == 0
+    assert note in " ".join(out.split())
+    assert note not in " ".join(plan(*OVERRIDES)[1].split())
+
+
+def test_the_usual_cycle_is_shown_and_not_the_first(plan: RunPlan) -> None:
+    _, out, _ = plan(*OVERRIDES, "placement.offload=true", "cycle.warmup_cycles=0")
+    assert step_rows(out)[6] == "sleep actor actor"
+    _, out, _ = plan(*OVERRIDES, "rollout.schedule=async", "cycle.warmup_cycles=0")
+    assert step_rows(out)[0] == "rollout student rollout x0 for score student"
+
+
+def test_a_recipe_that_cannot_be_placed_is_refused(plan: RunPlan) -> None:
+    code, out, err = plan(*OVERRIDES, "placement.trainer_share=0.9")
+    assert code == 2
+    assert out == ""
+    assert "the shares of bundle 0 sum to 1.2000" in err
+    assert "    0.4500  critic/0: placement.trainer_share 0.9 for 2" in err
+
+
+def test_planning_starts_no_ray_and_reads_no_weights(tmp_path: Path) -> None:
+    """In a folder where the teacher's weights are not; Ray must not even be imported."""
+    script = (
+        "import sys; from fewstep.config import load_recipe; from fewstep.plan import plan_recipe; "
+        "plan_recipe(load_recipe(sys.argv[1], sys.argv[2:])); "
+        "sys.exit(any(m in sys.modules for m in ('ray', 'diffusers', 'peft')))"
+    )
+    recipe = str(ROOT / "recipes/digits/student.yaml")
+    command = [sys.executable, "-c", script, recipe, *OVERRIDES, "model.weights=not/there"]
+    done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
