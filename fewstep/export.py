@@ -6,25 +6,21 @@ import json
 import math
 import os
 import shutil
-from importlib.resources import files
 from pathlib import Path
 from string import Template
 from typing import final
 
 import torch
-from diffusers import DiffusionPipeline, FlowMatchEulerDiscreteScheduler
-from diffusers.utils import logging as diffusers_logging
 from peft import get_peft_model_state_dict
 from safetensors.torch import save_file
 from torch import Tensor
 
-from fewstep.diffusion.paths import RectifiedFlow
 from fewstep.diffusion.samplers import Transition, sample_few_step
 from fewstep.errors import UserError
 from fewstep.files import saving
 from fewstep.methods.method import SamplerSpec, trained_transition
 from fewstep.models import ModelSettings
-from fewstep.models.dit import DiT
+from fewstep.pipeline import TEMPLATES, check_model, open_pipeline, write_pipeline
 from fewstep.roles.role import STUDENT, STUDENT_EMA, Roles
 from fewstep.roles.storage import SharedBase
 from fewstep.run import Run
@@ -80,19 +76,7 @@ def export_run(run: Run, directory: Path | str, role: str | None = None) -> Path
     directory, role = Path(directory).resolve(), role or run.result_role
     check_role(run, role)
     model, spec = run.roles.model, run.method.sampler()
-    if not isinstance(model, DiT):
-        raise UserError(f"export: {type(model).__name__} is not a family that diffusers has")
-    if not isinstance(model.path, RectifiedFlow) or model.prediction != "velocity":
-        raise UserError(
-            f"export: FlowMatchEulerDiscreteScheduler samples networks that predict velocity; "
-            f"model.prediction is {model.prediction!r}"
-        )
-    if spec.solver == "heun" or spec.guidance != 1:
-        raise UserError(
-            f"export: an export is sampled without guidance and with one network call a step; "
-            f"method.sampling has solver {spec.solver!r} and guidance {spec.guidance}. Export "
-            f"a distilled student instead, or set them to 'euler' and 1"
-        )
+    check_model(model, spec, "export")
     check_export_directory(directory)
     check_export_directory(_set_aside(directory))
     temporary = directory.parent / f".{directory.name}.tmp"
@@ -165,24 +149,11 @@ def check_export_directory(directory: Path) -> None:
 
 def write_export(run: Run, role: str, spec: SamplerSpec, directory: Path) -> None:
     """Write network, scheduler, pipeline, adapter, description and README."""
-    network = run.roles.storage.plain_network(role).to(device="cpu")
-    run.roles.model.save_network(network, directory / "transformer")
-    scheduler = FlowMatchEulerDiscreteScheduler(
-        shift=1.0, stochastic_sampling=spec.solver == "renoise"
-    )
-    scheduler.save_pretrained(directory / "scheduler")
     storage = run.roles.storage
+    network = storage.plain_network(role).to(device="cpu")
+    write_pipeline(run.roles.model, network, spec, directory)
     if isinstance(storage, SharedBase):
         export_lora(storage, role, directory / "lora")
-    templates = files("fewstep") / "templates"
-    (directory / "pipeline.py").write_text((templates / "pipeline.py").read_text())
-    index = {
-        "_class_name": ["pipeline", "FewStepPipeline"],
-        "transformer": ["diffusers", type(network).__name__],
-        "scheduler": ["diffusers", type(scheduler).__name__],
-        "sigmas": list(spec.sigmas),
-    }
-    (directory / "model_index.json").write_text(json.dumps(index, indent=2))
     description = ExportDescription(
         model=run.recipe.model.model_copy(update={"weights": None}),
         sigmas=spec.sigmas,
@@ -192,7 +163,7 @@ def write_export(run: Run, role: str, spec: SamplerSpec, directory: Path) -> Non
         data=run.recipe.data.name,
     )
     (directory / DESCRIPTION).write_text(description.model_dump_json(indent=2))
-    readme = Template((templates / "export_readme.md").read_text()).substitute(
+    readme = Template((TEMPLATES / "export_readme.md").read_text()).substitute(
         steps=spec.steps,
         sigmas=list(spec.sigmas),
         role=role,
@@ -230,13 +201,7 @@ def export_lora(storage: SharedBase, role: str, directory: Path) -> Path:
 
 def sample_with_diffusers(directory: Path, labels: Tensor, seed: int) -> Tensor:
     """Sample an export with diffusers alone, as its README says: [N, C, H, W]."""
-    diffusers_logging.disable_progress_bar()
-    try:
-        pipeline = DiffusionPipeline.from_pretrained(
-            directory, custom_pipeline=str(directory), trust_remote_code=True
-        )
-    finally:
-        diffusers_logging.enable_progress_bar()
+    pipeline = open_pipeline(directory)
     images: Tensor = pipeline(labels, generator=torch.Generator().manual_seed(seed))
     return images
 
