@@ -111,7 +111,8 @@ def raise_cause(failed: Sequence[tuple[Call, Exception]], silent: Sequence[str])
     message = describe(call, cause)
     if silent and is_loss(cause):
         message += f" ({', '.join(silent)} did not answer)"
-    raise TrainingError(message) from RemoteTraceback(f"in {call.who}:\n{remote_traceback(error)}")
+    # Ray's error is its remote traceback, as text.
+    raise TrainingError(message) from RemoteTraceback(f"in {call.who}:\n{error}")
 
 
 def rank_failure(error: Exception) -> int:
@@ -136,11 +137,6 @@ def describe_death(error: Exception) -> str:
     detail = re.search(r"Worker exit detail: (.*?)(?: Some common causes|\n|$)", str(error))
     known = f": {detail.group(1).rstrip('.')}" if detail else ""
     return f"the process has died{known}"
-
-
-def remote_traceback(error: Exception) -> str:
-    """The traceback of an error in another process, without the driver's own part."""
-    return error.traceback_str if isinstance(error, RayTaskError) else str(error)
 
 
 def is_lost_actor(error: Exception) -> bool:
