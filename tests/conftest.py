@@ -6,10 +6,12 @@ import copy
 import os
 import shutil
 import subprocess
+import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+import psutil
 import pytest
 import torch
 from torch import Tensor, nn
@@ -42,6 +44,8 @@ ROLES = ("student", "fake_score", "teacher_score")
 
 BuildRoles = Callable[..., Roles]
 MakeRecipe = Callable[..., Recipe]
+# Logical accelerators of the tests' Ray cluster.
+WORKERS = 2
 
 
 @pytest.fixture(params=["independent", "shared_base"])
@@ -232,3 +236,63 @@ def mount(tmp_path: Path) -> Iterator[Callable[..., Path]]:
     yield make
     for path in mounted:
         subprocess.run(["umount", "--lazy", str(path)], check=True)
+
+
+@pytest.fixture(scope="session")
+def cluster() -> Iterator[None]:
+    """A real Ray cluster on this machine with two logical accelerators, for all tests."""
+    import ray
+
+    ray.init(
+        address="local",
+        num_cpus=2,
+        resources={"accelerator": WORKERS},
+        include_dashboard=False,
+        log_to_driver=False,
+        logging_level="ERROR",
+        namespace="tests",
+    )
+    yield
+    ray.shutdown()
+
+
+def ray_processes(pid: int | None = None) -> list[psutil.Process]:
+    """Processes of trainers and rollout workers below a process, by default this one."""
+    found = []
+    for process in psutil.Process(pid).children(recursive=True):
+        try:
+            words = process.cmdline()
+        except psutil.Error:
+            continue
+        if words and words[0].startswith(("ray::TrainerProcess", "ray::RolloutProcess")):
+            found.append(process)
+    return found
+
+
+def left_over() -> dict[str, Any]:
+    """What a run that has ended has left on the cluster of this process."""
+    import ray
+    from ray.util.placement_group import placement_group_table
+
+    free = ray.available_resources().get("accelerator", 0)
+    groups = [g for g in placement_group_table().values() if g["state"] != "REMOVED"]
+    return {
+        key: value
+        for key, value in {
+            "actors": ray.util.list_named_actors(all_namespaces=True),
+            "groups": groups,
+            "taken": WORKERS - free,
+            "processes": [p.pid for p in ray_processes() if p.is_running()],
+        }.items()
+        if value
+    }
+
+
+@pytest.fixture
+def nothing_left(cluster: None) -> Iterator[Callable[[], dict[str, Any]]]:
+    """Fails a test whose run has left anything behind within ten seconds."""
+    yield left_over
+    end = time.monotonic() + 10
+    while (found := left_over()) and time.monotonic() < end:
+        time.sleep(0.1)
+    assert not found
