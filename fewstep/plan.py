@@ -54,7 +54,7 @@ def cycle_steps(recipe: Recipe, cycle: int) -> list[Step]:
     crew, every = _crew(recipe), recipe.checkpoint.every
     steps = _training(crew, cycle)
     if crew.validates(cycle):
-        steps += [*_turn(crew, crew.trained_last(cycle), crew.home(STUDENT)), _validate(crew)]
+        steps.append(_validate(crew))
     if cycle % every == 0 or cycle == recipe.train.cycles:
         steps.append(_save(crew))
     return steps
@@ -115,20 +115,19 @@ class _Crew:
         return stale and phase.cycle > 1
 
     def validates(self, cycle: int) -> bool:
-        """Whether the student is validated after a cycle."""
-        settings = self.recipe.validation
-        last = cycle == self.recipe.train.cycles
-        return settings is not None and (last or cycle % settings.every == 0)
+        """Whether the student is validated after a cycle; workers wait for its first update."""
+        settings, last = self.recipe.validation, cycle == self.recipe.train.cycles
+        if settings is None or (self.workers and cycle <= self.recipe.cycle.warmup_cycles):
+            return False
+        return last or cycle % settings.every == 0
 
-    def trained_last(self, cycle: int) -> str:
-        """The group of a cycle's last phase."""
-        return self.home(self.phases(cycle)[-1].role)
-
-    def awake(self, cycle: int) -> str | None:
-        """With offload: the group that is on the accelerators when a cycle begins."""
+    def awake(self, cycle: int) -> tuple[str, ...]:
+        """With offload: who is on the accelerators when a cycle begins, beside async workers."""
         if cycle == 1:
-            return None
-        return self.home(STUDENT) if self.validates(cycle - 1) else self.trained_last(cycle - 1)
+            return (ROLLOUT,)
+        last = self.phases(cycle - 1)[-1].role
+        # Rollout workers have just taken the student's weights.
+        return (self.home(last), *((ROLLOUT,) if last == STUDENT else ()))
 
     def tensors(self, role: str) -> str:
         """Names of what a phase is given; they do not depend on the network."""
@@ -145,20 +144,46 @@ def _crew(recipe: Recipe) -> _Crew:
 
 
 def _training(crew: _Crew, cycle: int) -> list[Step]:
-    """A cycle from its rollouts to the push of the weights."""
-    steps, phases, awake = _rollouts(crew, cycle), crew.phases(cycle), crew.awake(cycle)
+    """The phases of a cycle, and what is done for them before and after."""
+    steps: list[Step] = []
+    phases, fed, rollouts = crew.phases(cycle), crew.fed(cycle), _rollouts(crew, cycle)
+    push = Step("push", crew.home(STUDENT), gives=f"the student's weights to {ROLLOUT}")
+    if cycle == 1 and phases[0] in fed:
+        rollouts.insert(0, push)  # the workers have not had any
     for phase in phases:
-        home, scoring = crew.home(phase.role), crew.scoring(phase.role)
+        scoring = crew.scoring(phase.role)
+        if phase in fed[:1]:
+            steps += rollouts
         if scoring is not None:
             given = f"{crew.tensors(phase.role)} for {phase.name}"
-            score = Step(f"score {phase.name}", scoring, None, f"x0 from {ROLLOUT}", given)
-            steps += [*_turn(crew, awake, scoring), score]
-            awake = scoring
-        steps += [*_turn(crew, awake, home), _phase(crew, phase, phases)]
-        awake = home
-    if crew.workers and any(phase.role == STUDENT for phase in phases):
-        steps.append(Step("push", crew.home(STUDENT), gives=f"the student's weights to {ROLLOUT}"))
-    return steps
+            steps.append(Step(f"score {phase.name}", scoring, None, f"x0 from {ROLLOUT}", given))
+        steps.append(_phase(crew, phase, phases))
+        if phase.role == STUDENT and crew.workers:
+            steps.append(push)
+    return _take_turns(crew, steps, crew.awake(cycle)) if crew.recipe.placement.offload else steps
+
+
+def _take_turns(crew: _Crew, steps: Sequence[Step], awake: Sequence[str]) -> list[Step]:
+    """With offload: who leaves the accelerators, and comes back to them, between the steps.
+
+    One trainer group is awake at a time, and without `async` no rollout worker while it trains.
+    Weights are pushed from one that is awake to workers that are.
+    """
+    found, present = [], list(awake)
+    sync = crew.recipe.rollout.schedule == "sync"
+    for step in steps:
+        leaving = [] if step.group == ROLLOUT else [g for g in present if g != step.group]
+        coming = [step.group]
+        if step.name == "push":
+            leaving, coming = [g for g in leaving if g != ROLLOUT], [step.group, ROLLOUT]
+        if not sync:
+            leaving, coming = ([g for g in groups if g != ROLLOUT] for groups in (leaving, coming))
+        coming = [group for group in coming if group not in present]
+        found += [Step(f"sleep {group}", group) for group in leaving]
+        found += [Step(f"wake {group}", group) for group in coming]
+        found.append(step)
+        present = [group for group in present if group not in leaving] + coming
+    return found
 
 
 def _rollouts(crew: _Crew, cycle: int) -> list[Step]:
@@ -195,16 +220,11 @@ def _phase(crew: _Crew, phase: PhaseRequest, phases: Sequence[PhaseRequest]) -> 
     return Step(phase.name, crew.home(phase.role), phase.role, takes, gives)
 
 
-def _turn(crew: _Crew, awake: str | None, group: str) -> list[Step]:
-    """With offload: one group leaves the accelerators, and another comes back to them."""
-    if not crew.recipe.placement.offload or awake == group:
-        return []
-    asleep = [Step(f"sleep {awake}", awake)] if awake is not None else []
-    return [*asleep, Step(f"wake {group}", group)]
-
-
 def _validate(crew: _Crew) -> Step:
-    return Step("validate", crew.home(STUDENT))
+    home = crew.home(STUDENT)
+    if not crew.workers:
+        return Step("validate", home)
+    return Step("validate", ROLLOUT, takes=f"weights from {home}")
 
 
 def _save(crew: _Crew) -> Step:
@@ -250,5 +270,5 @@ def _notes(crew: _Crew) -> list[str]:
             f"phases are made by its current weights."
         )
     if recipe.placement.offload:
-        notes.append("offload: only the group that is awake has its weights on the accelerators.")
+        notes.append("offload: only who is awake has weights on the accelerators.")
     return notes

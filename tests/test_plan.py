@@ -112,24 +112,29 @@ def test_two_groups_that_share_samples_have_them_made_once(steps: Steps) -> None
 
 def test_rollout_workers_of_one_group_feed_the_fake_score_only(steps: Steps) -> None:
     found = steps({**RAY, "rollout.workers": 1})
+    # As without workers, the fake score learns from the student that has just been updated.
     assert names(found) == [
+        "student",
+        "push",
         "rollout fake_score/0",
         "rollout fake_score/1",
-        "student",
         "fake_score/0",
         "fake_score/1",
-        "push",
     ]
-    assert [s.takes for s in found[2:5]] == ["its own samples", *["x0 from rollout"] * 2]
+    assert found[0].takes == "its own samples"
+    assert [step.takes for step in found[4:]] == ["x0 from rollout"] * 2
 
 
-def test_with_offload_the_groups_take_turns(steps: Steps) -> None:
+def test_with_offload_the_groups_and_the_rollout_workers_take_turns(steps: Steps) -> None:
     offload = {**TWO, "placement.offload": True}
     train = ["wake critic", "fake_score/0", "fake_score/1", "score student"]
-    train += ["sleep critic", "wake actor", "student", "push"]
-    # Nobody is awake when a run begins; later it is whoever trained last.
-    assert names(steps(offload, 1))[3:] == train
-    assert names(steps(offload, 2))[3:] == ["sleep actor", *train]
+    train += ["sleep critic", "wake actor", "student", "wake rollout", "push"]
+    rollouts = ["rollout fake_score/0", "rollout fake_score/1", "rollout student"]
+    # Every group is put to sleep as it is started; rollout workers are given weights first.
+    begin = ["wake actor", "push", *rollouts, "sleep rollout", "sleep actor"]
+    assert sorted(names(steps(offload, 1))) == sorted([*begin, *train])
+    assert names(steps(offload, 1))[:5] == begin[:5]
+    assert names(steps(offload, 2)) == [*rollouts, "sleep actor", "sleep rollout", *train]
     turn = next(step for step in steps(offload) if step.name == "sleep critic")
     assert turn == Step("sleep critic", "critic")
 
@@ -138,34 +143,56 @@ def test_with_offload_a_group_that_only_scores_is_woken_for_it(steps: Steps, mon
     monkeypatch.setattr(DMD2, "scored_by", {"student": ("teacher_score",)})
     groups = {"judge": ["teacher_score"], "all": ["student", "student_ema", "fake_score"]}
     found = steps({**RAY, "placement.groups": groups, "placement.offload": True})
-    assert names(found)[3:] == [
+    assert names(found) == [
+        "wake rollout",
+        "rollout student",
+        "rollout fake_score/0",
+        "rollout fake_score/1",
         "sleep all",
+        "sleep rollout",
         "wake judge",
         "score student",
         "sleep judge",
         "wake all",
         "student",
+        "wake rollout",
+        "push",
+        "sleep rollout",
         "fake_score/0",
         "fake_score/1",
-        "push",
     ]
 
 
-def test_with_offload_one_group_is_awake_at_a_time_whatever_the_cycle(make_recipe) -> None:
+@pytest.mark.parametrize("schedule", ["sync", "async"])
+def test_with_offload_one_group_is_awake_at_a_time_whatever_the_cycle(
+    make_recipe, schedule
+) -> None:
     changes = {**TWO, "placement.offload": True, "cycle.warmup_cycles": 4, "train.cycles": 9}
     changes |= {"validation": {"every": 3}, "checkpoint.every": 2, "data.name": "digits"}
-    recipe = make_recipe("dmd2", changes)
-    awake: set[str] = set()
+    recipe = make_recipe("dmd2", changes | {"rollout.schedule": schedule})
+    awake = {"rollout"}
     for cycle in range(1, 10):
         for step in cycle_steps(recipe, cycle):
             if step.name.startswith("wake"):
-                assert awake == set()
-                awake = {step.group}
+                assert step.group not in awake
+                awake |= {step.group}
             elif step.name.startswith("sleep"):
-                assert awake == {step.group}
-                awake = set()
-            elif step.group in SPLIT:
-                assert awake == {step.group}, (cycle, step)
+                awake.remove(step.group)
+            elif step.group != "driver":
+                assert step.group in awake, (cycle, step)
+            assert len(awake & SPLIT.keys()) <= 1
+            if step.name == "push":
+                assert awake == {"actor", "rollout"}
+            elif step.role is not None or step.name == "score student":
+                assert ("rollout" in awake) == (schedule == "async")
+
+
+def test_rollout_workers_make_the_samples_to_validate_by(make_recipe) -> None:
+    changes = {**TWO, "cycle.warmup_cycles": 2, "train.cycles": 9, "data.name": "digits"}
+    recipe = make_recipe("dmd2", changes | {"validation": {"every": 1}})
+    found = {c: [s for s in cycle_steps(recipe, c) if s.name == "validate"] for c in (2, 3)}
+    # There is nothing to tell of a student that was never updated.
+    assert found == {2: [], 3: [Step("validate", "rollout", takes="weights from actor")]}
 
 
 def test_in_warm_up_nothing_is_scored_or_pushed(steps: Steps) -> None:
@@ -176,8 +203,8 @@ def test_in_warm_up_nothing_is_scored_or_pushed(steps: Steps) -> None:
     shared = steps({**warm, "cycle.fake_batches": "reuse_student"}, 5)
     assert shared[0] == Step("rollout student", "rollout", gives="x0 for fake_score/0 to 1")
     # With offload, the critic stays where it is.
-    assert names(steps({**warm, "placement.offload": True}, 5)) == phases
-    assert names(steps({**warm, "placement.offload": True}, 6))[3] == "fake_score/0"
+    turns = ["wake rollout", *phases[:2], "sleep rollout", *phases[2:]]
+    assert names(steps({**warm, "placement.offload": True}, 5)) == turns
 
 
 def test_async_makes_the_fake_scores_samples_a_cycle_ahead(steps: Steps) -> None:
@@ -202,14 +229,15 @@ def test_async_makes_the_fake_scores_samples_a_cycle_ahead(steps: Steps) -> None
 def test_async_makes_nothing_after_the_end_and_all_at_the_start(steps: Steps) -> None:
     late = {**TWO, "rollout.schedule": "async"}
     first, last = steps(late, 1), steps(late, 1000)
-    assert names(first)[:5] == [
+    assert names(first)[:6] == [
+        "push",
         "rollout fake_score/0",
         "rollout fake_score/1",
         "rollout student",
         "rollout next fake_score/0",
         "rollout next fake_score/1",
     ]
-    assert first[5].takes == "x0 from rollout"
+    assert first[6].takes == "x0 from rollout"
     assert names(last)[:2] == ["rollout student", "fake_score/0"]
     assert last[1].takes == "older x0 from rollout"
 
@@ -232,7 +260,7 @@ def test_validation_and_saving_come_when_due(make_recipe, kind, saver) -> None:
                 if s.name in ("validate", "save")]
         for cycle in range(1, 8)
     }  # fmt: skip
-    save, validate = ("save", saver), ("validate", "actor" if kind else "trainer")
+    save, validate = ("save", saver), ("validate", "rollout" if kind else "trainer")
     both = [validate, save]
     assert due == {1: [], 2: [save], 3: [validate], 4: [save], 5: [], 6: both, 7: both}
 
@@ -291,7 +319,7 @@ def test_a_recipe_of_two_groups_is_shown_with_its_placement(plan: RunPlan) -> No
         "score student critic x0 from rollout direction, nonfinite_entries for student",
         "student actor student direction, nonfinite_entries from critic",
         "push actor the student's weights to rollout",
-        "validate actor",
+        "validate rollout weights from actor",
         "save driver",
     ]
     warm = "rollout fake_score/0 to 4 -> fake_score/0 to 4."
@@ -308,8 +336,8 @@ def test_a_recipe_of_two_groups_is_shown_with_its_placement(plan: RunPlan) -> No
             "fake_score learns from samples that were made while the cycle before trained, by a "
             "student that is an update older; more than 3 behind is an error.",
         ),
-        (("placement.offload=true",), "offload: only the group that is awake"),
-        (("cycle.warmup_cycles=1",), "Cycle 1 trains the fake score only: rollout"),
+        (("placement.offload=true",), "offload: only who is awake"),
+        (("cycle.warmup_cycles=1",), "Cycle 1 trains the fake score only: push -> rollout"),
     ],
 )
 def test_what_the_steps_do_not_tell_is_noted(plan: RunPlan, overrides, note) -> None:
