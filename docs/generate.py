@@ -137,6 +137,8 @@ def kind(field: Mapping[str, Any]) -> str:
         items = field.get("prefixItems") or [field["items"]]
         count = f"{len(items)}: " if "prefixItems" in field else ""
         return f"list of {count}{kind(items[0])}"
+    if field["type"] == "object":
+        return f"names, each with a {kind(field['additionalProperties'])}"
     bounds = [
         f"{sign} {field[name]:g}"
         for name, sign in (
