@@ -10,6 +10,7 @@ from __future__ import annotations
 import json
 import os
 import random
+import shlex
 import shutil
 import subprocess
 import sys
@@ -30,7 +31,8 @@ console = Console()
 
 def call(*arguments: str) -> None:
     """Run `fewstep`; leave with its exit code where it fails."""
-    console.print(f"$ fewstep {' '.join(arguments)}", style="dim", highlight=False, soft_wrap=True)
+    line = shlex.join(["fewstep", *arguments])
+    console.print(f"$ {line}", style="dim", markup=False, highlight=False, soft_wrap=True)
     code = subprocess.run([*FEWSTEP, *arguments], check=False).returncode
     if code != 0:
         sys.exit(code)

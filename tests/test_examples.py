@@ -1,9 +1,13 @@
 """The example scripts run as they are."""
 
+import importlib
+import json
 import re
+import shutil
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -29,3 +33,46 @@ def test_your_own_network_is_distilled_to_one_step(tmp_path: Path) -> None:
     assert found["teacher", 1][0] < 0.1
     assert found["student", 1][0] > 0.8 * found["teacher", 50][0]
     assert found["student", 1][1] < 0.1 * found["teacher", 4][1]
+
+
+@pytest.mark.slow
+def test_the_demo_on_ray_shows_the_same_run_three_times(tmp_path: Path) -> None:
+    pytest.importorskip("ray")
+    shutil.copytree(ROOT / "recipes", tmp_path / "recipes")
+    done = subprocess.run(
+        [sys.executable, str(ROOT / "examples/ray_demo.py"), "--short"],
+        cwd=tmp_path,
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+    out = tmp_path / "runs/digits/ray"
+    results = json.loads((out / "evaluation.json").read_text())["results"]
+    found = {row["model"]: row["frechet_distance"] for row in results}
+    # So few cycles do not drift apart, and another order of phases is another run.
+    assert found["one_group"] == pytest.approx(found["student"], rel=1e-4)
+    assert found["two_groups"] == pytest.approx(found["fake_score_first"], rel=1e-4)
+    assert found["two_groups"] != pytest.approx(found["one_group"], rel=1e-4)
+    for seat in ("trainer/1 0.7000", "critic/1 0.3500", "actor/1 0.3500", "rollout/1 0.2500"):
+        assert seat in done.stdout
+    (picture,) = re.findall(r"Timeline: +(\S+)", done.stdout)
+    assert (tmp_path / picture).read_bytes().startswith(b"\x89PNG")
+
+
+@pytest.fixture
+def ray_demo(monkeypatch: pytest.MonkeyPatch) -> Any:
+    """`examples/ray_demo.py` as a module."""
+    monkeypatch.syspath_prepend(ROOT / "examples")
+    return importlib.import_module("ray_demo")
+
+
+@pytest.mark.parametrize(
+    ("on_ray", "close"), [(1.09, True), (0.92, True), (1.11, False), (0.9, False)]
+)
+@pytest.mark.parametrize("run", ["one_group", "two_groups"])
+def test_the_demo_on_ray_notices_another_result(ray_demo, run, on_ray, close) -> None:
+    distances = {"student": 0.3, "one_group": 0.3, "fake_score_first": 0.4, "two_groups": 0.4}
+    distances[run] *= on_ray
+    rows = [{"model": name, "frechet_distance": value} for name, value in distances.items()]
+    assert ray_demo.compare({"results": rows}) is close
