@@ -243,6 +243,12 @@ def check_placement(
             f"placement.groups several groups"
         )
     workers = rollout_workers(rollout.workers, groups, method, launch.processes)
+    if workers and len(groups) == 1 and cycle.fake_batches == "reuse_student":
+        raise UserError(
+            f"rollout.workers: {workers} is given, but with cycle.fake_batches 'reuse_student' all "
+            f"phases of the one group use the samples that its first phase has made itself; set "
+            f"rollout.workers=null, or cycle.fake_batches=fresh"
+        )
     if rollout.schedule == "async":
         _check_async(method, cycle, workers)
     place(settings, roles, launch.processes, workers, device)

@@ -32,8 +32,10 @@ from fewstep.parallel.materialize import Filler
 from fewstep.parallel.ranks import SINGLE, Ranks
 from fewstep.parallel.settings import LaunchSettings, ParallelSettings
 from fewstep.parallel.sharding import Replicated, Sharding, build_sharding, spread
+from fewstep.placement import PlacementSettings
 from fewstep.roles.role import Roles, mark_trained
 from fewstep.roles.storage import Storage, build_independent, build_shared_base
+from fewstep.rollout import RolloutSettings
 from fewstep.sampling import Samples, balanced_labels, cpu_threads, sample_role
 from fewstep.training.worker import Worker
 from fewstep.validation import sampled_role
@@ -165,11 +167,24 @@ def open_run(
     recipe = load_recipe(directory / RECIPE)
     checkpoint = find_checkpoint(directory, which)
     # However it was trained: a run is opened whole, by one process.
-    alone = recipe.model_copy(update={"parallel": ParallelSettings(), "launch": LaunchSettings()})
-    worker = build_worker(alone, model or recipe.model.build(), None, teacher=None)
+    worker = build_worker(
+        for_one_process(recipe), model or recipe.model.build(), None, teacher=None
+    )
     state = load_checkpoint(checkpoint, worker.empty_state)
     worker.load_state_dict(state)
     return Run(directory, recipe, worker, state["cycle"])
+
+
+def for_one_process(recipe: Recipe) -> Recipe:
+    """The same run without anything that concerns other processes."""
+    return recipe.model_copy(
+        update={
+            "parallel": ParallelSettings(),
+            "launch": LaunchSettings(),
+            "placement": PlacementSettings(),
+            "rollout": RolloutSettings(),
+        }
+    )
 
 
 def open_result(directory: Path | str, model: Model | None = None) -> Run:

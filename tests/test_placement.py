@@ -405,6 +405,12 @@ ASYNC = {"rollout.schedule": "async"}
         ),
         (
             "dmd2",
+            RAY | {"rollout.workers": 1, "cycle.fake_batches": "reuse_student"},
+            "rollout.workers: 1 is given, but with cycle.fake_batches 'reuse_student' all phases "
+            "of the one group use the samples that its first phase has made itself",
+        ),
+        (
+            "dmd2",
             RAY | {"placement.trainer_share": 1.0},
             "placement: the shares of bundle 0 sum to 1.0500, and there is 1 to share",
         ),

@@ -10,11 +10,10 @@ from fewstep.checkpoint import load_network
 from fewstep.config import Recipe
 from fewstep.models.model import Model
 from fewstep.parallel.ranks import Ranks
-from fewstep.parallel.settings import LaunchSettings, ParallelSettings
 from fewstep.pipeline_engine import build_engine
 from fewstep.roles.role import STUDENT
 from fewstep.rollout import RolloutEngine
-from fewstep.run import build_worker, load_weights
+from fewstep.run import build_worker, for_one_process, load_weights
 
 
 def open_engine(recipe: Recipe, model: Model, checkpoint: Path | None) -> RolloutEngine:
@@ -26,9 +25,7 @@ def open_engine(recipe: Recipe, model: Model, checkpoint: Path | None) -> Rollou
         checkpoint: of a run that is gone on with, which holds the base.
     """
     runtime = recipe.runtime.model_copy(update={"activation_checkpointing": False})
-    alone = recipe.model_copy(
-        update={"parallel": ParallelSettings(), "launch": LaunchSettings(), "runtime": runtime}
-    )
+    alone = for_one_process(recipe).model_copy(update={"runtime": runtime})
     ranks = Ranks(0, 1, torch.device(recipe.runtime.device), grouped=False)
     on_base = recipe.storage == "shared_base"
     teacher = load_weights(alone, model) if on_base and checkpoint is None else None
