@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import json
 import shutil
 from dataclasses import replace
 from pathlib import Path
@@ -200,6 +201,9 @@ def test_samples_made_ahead_are_those_of_the_student_a_cycle_ago(
         reference = {k: v for k, v in expected.items() if k.startswith(part)}
         difference, where = largest_difference(reference, chosen)
         assert difference < 1e-9, where
+    entries = map(json.loads, (tmp_path / "ahead" / "metrics.jsonl").read_text().splitlines())
+    behind = [entry["staleness"] for entry in entries if entry["series"] == "fake_score"]
+    assert behind == [0, 0, 1, 1, 1]  # the student is not trained in the first cycle
     # And it makes a difference: samples of the student as it is would give another fake score.
     plain = train(Case("plain", {**AHEAD, "rollout.schedule": "sync"}), tmp_path)
     assert largest_difference(plain, found, "losses")[0] > 1e-6

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from functools import partial
 from typing import Any, final
 
@@ -63,6 +64,9 @@ class GroupExecutor:
         given, versions = self._given(request, group)
         self.wake(group)
         result = group.run_phase(request, given, versions)
+        if self._may_be_old(request):
+            behind = self.version - self._orders[request.cycle, request.rollout].version
+            result = replace(result, metrics={**result.metrics, "staleness": behind})
         if request.role == STUDENT:
             self.version = int(result.metrics["updates"])
             # Before any other group takes this one's place on the accelerators.
@@ -80,9 +84,9 @@ class GroupExecutor:
             return None
         role = sampled_role(self._recipe.roles)
         push = partial(self._push, role)
+        self._pool.wake()  # one that has died asleep is replaced now, and has no weights yet
         if role != STUDENT or self._pool.version != self.version:
             self._deliver(push)
-        self._pool.wake()
         samples = self._pool.sample(settings, push)
         if role != STUDENT:
             self._deliver(self._push_student)
@@ -124,9 +128,8 @@ class GroupExecutor:
             return scorer.score(request, samples, now), now
         if self._pool is None or request.role == STUDENT:
             return None, now
-        stale = request.role in self._method.stale_samples and self._runs_ahead
-        oldest = self.version - self._recipe.rollout.max_staleness if stale else self.version
-        return self._samples(request), range(oldest, self.version + 1)
+        behind = self._recipe.rollout.max_staleness if self._may_be_old(request) else 0
+        return self._samples(request), range(self.version - behind, self.version + 1)
 
     def _samples(self, request: PhaseRequest) -> list[Any]:
         """References of the student samples of a phase, by rank; those of its cycle are ordered."""
@@ -193,6 +196,10 @@ class GroupExecutor:
             if other is not group:
                 other.sleep(self._cycle)
         group.wake(self._cycle)
+
+    def _may_be_old(self, request: PhaseRequest) -> bool:
+        """Whether a phase learns from samples that may be those of an older student."""
+        return self._runs_ahead and request.role in self._method.stale_samples
 
     @property
     def _runs_ahead(self) -> bool:
