@@ -96,8 +96,9 @@ def run_cycles(
     evaluator = None
     if recipe.validation is not None and dataset is not None:
         evaluator = build_evaluator(dataset, recipe.validation.features, recipe.data.name)
+    # Not alone: where ranks have failed, `GroupSaves.close` publishes what they can still finish.
     saver = CheckpointHook(
-        recipe.checkpoint.every, GroupSaves(recipe, executor, report.fingerprint), alone=True
+        recipe.checkpoint.every, GroupSaves(recipe, executor, report.fingerprint), alone=False
     )
     hooks = build_hooks(
         recipe, start, report.reference, executor.sample, evaluator, metrics, on_cycle, saver

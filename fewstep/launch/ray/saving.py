@@ -22,7 +22,7 @@ from fewstep.checkpoint import (
     write_best,
 )
 from fewstep.config import Recipe
-from fewstep.errors import UserError
+from fewstep.errors import TrainingError, UserError
 from fewstep.files import FileEntry
 from fewstep.launch.hooks import run_documents
 from fewstep.launch.ray.executor import GroupExecutor
@@ -30,6 +30,7 @@ from fewstep.launch.ray.external import ExternalData
 from fewstep.launch.ray.group import TrainerGroup
 from fewstep.launch.ray.pool import Ordered
 from fewstep.parallel.ranks import share
+from fewstep.training.metrics import logger
 
 AHEAD = "rollouts.safetensors"
 
@@ -128,7 +129,14 @@ class GroupSaves:
         prune_checkpoints(self._directory, self._keep)
 
     def close(self) -> None:
-        """See `Saves.close`: the background ends with its processes."""
+        """See `Saves.close`: the background ends with its processes.
+
+        Where the run has failed, what is on its way is published if all ranks can still finish it.
+        """
+        try:
+            self.finish()
+        except (TrainingError, UserError) as error:
+            logger.warning("a checkpoint that was being written is lost: %s", error)
 
     def _order(self) -> list[TrainerGroup]:
         """Those on the accelerators first, and last the one that the next cycle begins with.
