@@ -25,7 +25,7 @@ KEY = "failure"
 # How an error in a phase begins.
 PLACE = re.compile(r"rank \d+, cycle \d+, phase \S+ \(role \w+\)")
 # What gloo says where another process has gone, or does not answer.
-LOST = re.compile(r"gloo/transport|Connection (closed|reset) by|Timed out waiting")
+LOST = re.compile(r"gloo/transport|Connection (closed|reset) by|Timed out waiting|Dist\w+Error")
 TIMED_OUT = re.compile(r"Timed out|timeout", re.IGNORECASE)
 ANSWER_SECONDS = 1.5
 
@@ -179,8 +179,7 @@ def describe(error: Exception, reached: Reached) -> str:
 def describe_loss(error: Exception, size: int, timeout_seconds: int, reached: Reached) -> str:
     """Which ranks were lost, where, and how this one has noticed."""
     cause = str(error.__cause__ or error)
-    # Without the place in torch's source code, and its advice to read other logs.
-    reason = re.sub(r"^\[\S+\] |\. This is typically.*", "", cause.partition("\n")[0])
+    reason = loss_reason(cause)
     names = ", ".join(map(str, silent_ranks(size)))
     if TIMED_OUT.search(cause):
         within = f"within {timeout_seconds} s (launch.timeout_seconds)"
@@ -188,6 +187,11 @@ def describe_loss(error: Exception, size: int, timeout_seconds: int, reached: Re
     else:
         found = f"lost rank {names}" if names else "lost the connection to another rank"
     return f"{place(error, reached)}: {found}: {reason}"
+
+
+def loss_reason(said: str) -> str:
+    """What torch says of a lost connection, without its place in torch's source and its advice."""
+    return re.sub(r"^(\w+: )?\[\S+\] |\. This is typically.*", "", said.partition("\n")[0])
 
 
 def silent_ranks(size: int) -> list[int]:

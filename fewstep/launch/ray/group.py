@@ -54,6 +54,7 @@ class TrainerGroup:
         self.name, self.roles = name, tuple(roles)
         self.awake = True
         self._spans, self._names = spans, [seat.name for seat in seats]
+        self._patience = recipe.launch.timeout_seconds
         self._actors = [
             cluster.start(TrainerProcess, seat, name, seat.rank, len(seats), recipe)
             for seat in seats
@@ -93,7 +94,7 @@ class TrainerGroup:
             self._call(actor, "run_phase", request, ref, versions)
             for actor, ref in zip(self._actors, refs, strict=True)
         ]
-        result: PhaseResult = self._replies(request.name, calls)[0]
+        result: PhaseResult = self._replies(in_words(request), calls)[0]
         return result
 
     def score(self, request: PhaseRequest, given: Sequence[Any], versions: range) -> list[Any]:
@@ -102,7 +103,7 @@ class TrainerGroup:
             actor.score.options(num_returns=2).remote(request, ref, versions)
             for actor, ref in zip(self._actors, given, strict=True)
         ]
-        self._replies(f"score {request.name}", [reply for reply, _ in pairs])
+        self._replies(f"{in_words(request)}, scores", [reply for reply, _ in pairs])
         return [found for _, found in pairs]
 
     def sleep(self, cycle: int) -> None:
@@ -163,10 +164,16 @@ class TrainerGroup:
         return getattr(actor, method).remote(*arguments)
 
     def _gather(self, what: str, refs: Sequence[Any]) -> list[Any]:
-        return gather([Call(r, n, what) for r, n in zip(refs, self._names, strict=True)])
+        calls = [Call(r, n, what) for r, n in zip(refs, self._names, strict=True)]
+        return gather(calls, patience_seconds=self._patience)
 
     def _replies(self, what: str, refs: Sequence[Any]) -> list[Any]:
         replies: list[Reply] = self._gather(what, refs)
         for reply in replies:
             self._spans(reply.spans)
         return [reply.value for reply in replies]
+
+
+def in_words(request: PhaseRequest) -> str:
+    """A phase, as errors name it."""
+    return f"cycle {request.cycle}, phase {request.name} (role {request.role})"
