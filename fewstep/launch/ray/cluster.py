@@ -5,6 +5,8 @@ from __future__ import annotations
 import contextlib
 import logging
 import math
+import os
+import socket
 import uuid
 from typing import Any, final
 
@@ -87,7 +89,7 @@ class Cluster:
             .remote(*arguments)
         )
         self._actors[seat.name] = actor
-        ready = actor.__ray_ready__.remote()
+        ready = actor.__ray_call__.remote(enter, os.getcwd())
         if not ray.wait([ready], timeout=self._timeout)[0]:
             raise UserError(
                 f"placement: {seat.name} got no place within {self._timeout} s "
@@ -161,6 +163,27 @@ class Cluster:
                 f"(placement.timeout_seconds): {wanted} x {resource!r} are taken by others; "
                 f"{free_resources()}. Wait for them to end, or lower launch.processes"
             )
+
+
+def enter(process: Any, directory: str) -> None:
+    """Let relative paths mean in a process what they mean to the driver; called in that process.
+
+    A node's processes begin where `ray start` was called.
+
+    Args:
+        process: the object that it holds.
+        directory: of the driver.
+
+    Raises:
+        UserError: where the node has no such directory.
+    """
+    try:
+        os.chdir(directory)
+    except OSError as error:
+        raise UserError(
+            f"launch.address: {directory}, where the run was started, cannot be entered on "
+            f"{socket.gethostname()}: {error.strerror}. All nodes must see the same files"
+        ) from error
 
 
 def resource_options(resource: str, amount: float) -> dict[str, Any]:
