@@ -3,21 +3,27 @@
 from __future__ import annotations
 
 import contextlib
-import logging
 import math
 import os
+import signal
 import socket
+import sys
+import threading
 import uuid
+from pathlib import Path
 from typing import Any, final
 
 import ray
 from ray.util.placement_group import placement_group, remove_placement_group
 from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
-from fewstep.errors import UserError
+from fewstep.errors import TERMINATED, UserError
 from fewstep.launch.ray.calls import Call, gather
 from fewstep.parallel.settings import LaunchSettings
 from fewstep.placement import UNITS, Placement, Seat
+
+# How long a cluster may take to say that it is there.
+ANSWER_SECONDS = 5.0
 
 
 @final
@@ -39,6 +45,7 @@ class Cluster:
         self._launch, self._placement, self._timeout = launch, placement, timeout_seconds
         self._namespace = f"fewstep-{uuid.uuid4().hex[:8]}"
         self._connected = False
+        self._stack = contextlib.ExitStack()
         self._group: Any = None
         self._actors: dict[str, Any] = {}
 
@@ -61,6 +68,7 @@ class Cluster:
             if self._connected:
                 ray.shutdown()
         self._group = None
+        self._stack.close()
 
     def start(self, kind: type, seat: Seat, *arguments: Any) -> Any:
         """Start a process at its seat, and wait for its place; the handle of its actor.
@@ -109,10 +117,14 @@ class Cluster:
     def _connect(self) -> None:
         if ray.is_initialized():
             return  # the caller's own connection
+        in_main = threading.current_thread() is threading.main_thread()
+        if in_main:
+            before = signal.getsignal(signal.SIGTERM) or signal.SIG_DFL
+            self._stack.callback(signal.signal, signal.SIGTERM, before)
         address = self._launch.address
         quiet: dict[str, Any] = {
             "log_to_driver": False,
-            "logging_level": logging.ERROR,
+            "configure_logging": False,
             "namespace": self._namespace,
         }
         if address is None:
@@ -123,16 +135,16 @@ class Cluster:
                 **quiet,
             )
         else:
+            check_answers(address)
             try:
                 ray.init(address=address, **quiet)
             except Exception as error:
-                first = (str(error).splitlines() or [type(error).__name__])[0]
-                raise UserError(
-                    f"launch.address: no Ray cluster answers at {address!r}: {first} Start one "
-                    f"with `ray start --head`, or set launch.address=null to start one for this "
-                    f"run"
-                ) from error
+                said = " ".join(str(error).split()) or type(error).__name__
+                raise UserError(no_cluster(address, said)) from error
         self._connected = True
+        if in_main:
+            # Ray has set a handler of its own, with another exit code.
+            signal.signal(signal.SIGTERM, terminate)
 
     def _reserve(self) -> None:
         resource, wanted = self._placement.resource, self._placement.bundles
@@ -163,6 +175,56 @@ class Cluster:
                 f"(placement.timeout_seconds): {wanted} x {resource!r} are taken by others; "
                 f"{free_resources()}. Wait for them to end, or lower launch.processes"
             )
+
+
+def terminate(*_: object) -> None:
+    """End this process at once, but give back what it has on the cluster."""
+    sys.exit(TERMINATED)
+
+
+def check_answers(address: str) -> None:
+    """Raise UserError where nobody listens: Ray itself would try again for minutes.
+
+    Args:
+        address: as the recipe says. What "auto" stands for is looked for where Ray does first; if
+            there is nothing, Ray looks for processes that do run.
+    """
+    origin = ""
+    if address == "auto":
+        address, origin = automatic_address()
+    host, _, port = address.rpartition(":")
+    if not address:
+        return
+    if not host or not port.isdecimal():
+        raise UserError(
+            f"launch.address: {address!r} is given{origin}; it should be 'auto' or host:port"
+        )
+    try:
+        socket.create_connection((host, int(port)), timeout=ANSWER_SECONDS).close()
+    except (OSError, OverflowError) as error:
+        raise UserError(no_cluster(address + origin, str(error))) from error
+
+
+def automatic_address() -> tuple[str, str]:
+    """The address that Ray takes for "auto", and where it is from; two empty texts if nowhere."""
+    if address := os.environ.get("RAY_ADDRESS", ""):
+        return address, " (of the environment variable RAY_ADDRESS)"
+    folder = os.environ.get("RAY_TMPDIR") or os.environ.get("TMPDIR") or "/tmp"
+    file = Path(folder, "ray", "ray_current_cluster")
+    try:
+        address = file.read_text().strip()
+    except OSError:
+        return "", ""
+    return address, f" (of {file}, where the last `ray start` has written it)" if address else ""
+
+
+def no_cluster(address: str, reason: str) -> str:
+    """That no cluster is where it ought to be, and what can be done."""
+    return (
+        f"launch.address: no Ray cluster answers at {address}: {reason.rstrip('.')}. Start one "
+        f"with `ray start --head`, name another by launch.address=host:port, or set "
+        f"launch.address=null to start one for this run"
+    )
 
 
 def enter(process: Any, directory: str) -> None:
