@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -12,7 +13,7 @@ import torch
 
 from fewstep.config import Recipe
 from fewstep.errors import TrainingError
-from fewstep.launch.ray.calls import Call, failure, gather, is_death
+from fewstep.launch.ray.calls import Call, describe_death, failure, gather, is_death
 from fewstep.launch.ray.cluster import Cluster
 from fewstep.launch.ray.group import Spans
 from fewstep.launch.ray.rollouts import RolloutProcess
@@ -85,6 +86,7 @@ class RolloutPool:
         self._cluster, self._seats, self._recipe = cluster, list(seats), recipe
         self._model, self._checkpoint, self._spans = model, checkpoint, spans
         self._timeout = float(recipe.launch.timeout_seconds)
+        self._last_loss = ""
         self._actors = [cluster.start(RolloutProcess, s, s.rank, recipe) for s in seats]
         self._set_up(range(len(seats)))
         self.awake = True
@@ -126,7 +128,7 @@ class RolloutPool:
                     self._spans(reply.spans)
                 ordered.collected = True
             return ordered.data
-        raise TrainingError(f"rollout: workers were lost {ATTEMPTS} times in a row at {what}")
+        raise self._too_often(what)
 
     def deliver(self, push: Push) -> None:
         """Give all workers the student's weights, and see that they hold them.
@@ -155,7 +157,7 @@ class RolloutPool:
             check_confirmed(sent, dict(zip(self._names(everyone), found, strict=True)))
             self.version = sent.version
             return
-        raise TrainingError(f"rollout: workers were lost {ATTEMPTS} times in a row at new weights")
+        raise self._too_often("new weights")
 
     def sample(self, settings: ValidationSettings, push: Push) -> Samples:
         """The samples that validation wants (see `validation_samples`), by all workers together."""
@@ -172,7 +174,7 @@ class RolloutPool:
             parts = self._gather("make validation samples", makers, [ref for _, ref in calls])
             labels = balanced_labels(self._classes, settings.samples)
             return Samples(torch.cat(parts), labels, 0.0, 0)
-        raise TrainingError(f"rollout: workers were lost {ATTEMPTS} times in a row at validation")
+        raise self._too_often("validation")
 
     def sleep(self) -> None:
         """Let the workers give the accelerators' memory back."""
@@ -197,18 +199,36 @@ class RolloutPool:
         return rank % len(self._actors)
 
     def _lost(self, calls: Sequence[tuple[int, Any]], what: str) -> list[int]:
-        """Wait for calls of workers; which of these have died, or have not answered in time."""
-        refs = [ref for _, ref in calls]
-        ready, _ = ray.wait(refs, num_returns=len(refs), timeout=self._timeout)
-        answered = set(ready)
-        lost = set()
-        for worker, ref in calls:
-            error = failure(ref) if ref in answered else None
-            if ref not in answered or (error is not None and is_death(error)):
-                lost.add(worker)
-        for worker in sorted(lost):
-            logger.warning("%s was lost (%s) and is replaced", self._seats[worker].name, what)
+        """Wait for calls of workers; which of these have died, or have not answered in time.
+
+        An empty list where a worker fails by itself: `gather` says how.
+        """
+        workers = {ref: worker for worker, ref in calls}
+        pending, lost = list(workers), dict[int, str]()
+        end = time.monotonic() + self._timeout
+        while pending:
+            left = max(0.0, end - time.monotonic())
+            ready, pending = ray.wait(pending, num_returns=1, timeout=left)
+            if not ready:
+                late = f"no answer within {self._timeout:g} s (launch.timeout_seconds)"
+                lost |= {workers[ref]: late for ref in pending}
+                break
+            error = failure(ready[0])
+            if error is not None and not is_death(error):
+                return []
+            if error is not None:
+                lost[workers[ready[0]]] = describe_death(error)
+        for worker, reason in sorted(lost.items()):
+            self._last_loss = f"{self._seats[worker].name}: {reason}"
+            name = self._seats[worker].name
+            logger.warning("%s was lost (%s) and is replaced: %s", name, what, reason)
         return sorted(lost)
+
+    def _too_often(self, what: str) -> TrainingError:
+        return TrainingError(
+            f"rollout: workers were lost {ATTEMPTS} times in a row at {what}; the last: "
+            f"{self._last_loss}"
+        )
 
     def _replace(self, lost: Sequence[int], push: Push) -> None:
         self._restart(lost)
