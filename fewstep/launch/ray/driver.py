@@ -34,13 +34,16 @@ from fewstep.launch.ray.saving import GroupSaves, unpack_ahead
 from fewstep.launch.ray.trainer import Report
 from fewstep.models.model import Model
 from fewstep.parallel.ranks import CPU, Ranks
+from fewstep.pipeline_engine import check_engine
 from fewstep.placement import Placement, groups_of, place, rollout_workers
+from fewstep.roles.role import STUDENT
 from fewstep.run import Trained, check_ranks, resolve_recipe
 from fewstep.training.loop import StopRequest, train_cycles
 from fewstep.training.metrics import Metrics
 from fewstep.training.phase import PhaseResult
 from fewstep.training.timeline import Timeline
 from fewstep.validation import build_evaluator
+from fewstep.weights import Confirmation
 
 
 def train_on_ray(
@@ -57,7 +60,9 @@ def train_on_ray(
     with RunLock(directory) as lock:
         resuming = look_at_directory(directory, resume, lock)
         recipe = resolve_recipe(recipe, resumed_recipe(directory) if resuming else None)
-        recipe.method.build().check(model or recipe.model.build())
+        adapter = model or recipe.model.build()
+        recipe.method.build().check(adapter)
+        check_engine(recipe, adapter)
         check_ranks(recipe, Ranks(0, recipe.launch.processes, CPU, grouped=True))
         dataset = load_data(recipe, data)
         checkpoint = latest_checkpoint(directory) if resuming else None
@@ -69,6 +74,9 @@ def train_on_ray(
             groups = start_groups(cluster, placement, recipe, caller, checkpoint, timeline)
             report = agree(groups, checkpoint, recipe)
             pool = start_pool(cluster, placement, recipe, caller, checkpoint, timeline)
+            if pool is not None:
+                student = next(group for group in groups.values() if STUDENT in group.roles)
+                check_base(student.base(), pool.bases())
             ahead = unpack_ahead(checkpoint, recipe.launch.processes) if checkpoint else []
             executor = GroupExecutor(
                 recipe, groups, pool, timeline, report.student_updates or 0, ahead
@@ -189,6 +197,20 @@ def agree(groups: Mapping[str, TrainerGroup], checkpoint: Path | None, recipe: R
     return replace(
         found, student_updates=updates[0], reference=references[0] if references else None
     )
+
+
+def check_base(trained: Confirmation | None, held: Mapping[str, Confirmation | None]) -> None:
+    """Raise UserError unless rollout workers rest on the same frozen base as the student.
+
+    Args:
+        trained: what the student rests on; None: nothing, it is a network of its own.
+        held: the same of each worker.
+    """
+    if wrong := [worker for worker, base in held.items() if base != trained]:
+        raise UserError(
+            f"{', '.join(wrong)} has another base network than the student is trained on; "
+            f"model.weights must be the same files on all nodes"
+        )
 
 
 def check_agreement(reports: Mapping[str, Report]) -> None:

@@ -84,7 +84,9 @@ class GroupExecutor:
             return None
         role = sampled_role(self._recipe.roles)
         push = partial(self._push, role)
-        self._pool.wake()  # one that has died asleep is replaced now, and has no weights yet
+        self._pool.wake(
+            self._cycle
+        )  # one that has died asleep is replaced now, and has no weights yet
         if role != STUDENT or self._pool.version != self.version:
             self._deliver(push)
         samples = self._pool.sample(settings, push)
@@ -100,7 +102,7 @@ class GroupExecutor:
             if other is not group:
                 other.sleep(self._cycle)
         if self._pool is not None and self._recipe.rollout.schedule == "sync":
-            self._pool.sleep()
+            self._pool.sleep(self._cycle)
         group.wake(self._cycle)
 
     def leave(self) -> None:
@@ -146,7 +148,7 @@ class GroupExecutor:
         if not missing or self._pool is None:
             return
         if self._recipe.placement.offload:
-            self._pool.wake()
+            self._pool.wake(self._cycle)
         if self._pool.version != self.version:
             self._deliver(self._push_student)
         size = self._recipe.launch.processes
@@ -175,8 +177,8 @@ class GroupExecutor:
 
     def _deliver(self, push: Callable[[Take], Confirmation]) -> None:
         assert self._pool is not None
+        self._pool.wake(self._cycle)
         with self.timeline.measure("push", DRIVER, "push", self._cycle):
-            self._pool.wake()
             self._pool.deliver(push)
 
     def _push_student(self, take: Take) -> Confirmation:

@@ -79,6 +79,15 @@ class TrainerGroup:
         self.report = self.call("set_up", self.roles, model, dataset, checkpoint)[0]
         return self.report
 
+    def base(self) -> Confirmation | None:
+        """The frozen base that its roles rest on, by its checksum; None where there is none."""
+        was_awake = self.awake
+        self.wake(cycle=0)
+        found: Confirmation | None = self.call("base")[0]
+        if not was_awake:
+            self.sleep(cycle=0)
+        return found
+
     def run_phase(
         self, request: PhaseRequest, given: Sequence[Any] | None, versions: range
     ) -> PhaseResult:

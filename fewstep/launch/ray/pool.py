@@ -92,6 +92,12 @@ class RolloutPool:
         self.awake = True
         self.version = NONE
 
+    def bases(self) -> dict[str, Confirmation | None]:
+        """By worker the frozen base that the student rests on there; None where there is none."""
+        everyone = range(len(self._actors))
+        found = self._gather("checksum", everyone, [a.base.remote() for a in self._actors])
+        return dict(zip(self._names(everyone), found, strict=True))
+
     def order(self, cycle: int, name: str, size: int) -> Ordered:
         """Ask for the samples of a phase, for trainers of `size` ranks; does not wait."""
         ordered = Ordered(cycle, name, self.version, [None] * size, [None] * size)
@@ -176,16 +182,16 @@ class RolloutPool:
             return Samples(torch.cat(parts), labels, 0.0, 0)
         raise self._too_often("validation")
 
-    def sleep(self) -> None:
+    def sleep(self, cycle: int) -> None:
         """Let the workers give the accelerators' memory back."""
         if self.awake:
-            self._all("sleep")
+            self._all("sleep", cycle)
             self.awake = False
 
-    def wake(self) -> None:
+    def wake(self, cycle: int) -> None:
         """Let them take it again."""
         if not self.awake:
-            self._all("wake")
+            self._all("wake", cycle)
             self.awake = True
 
     def _send(self, ordered: Ordered, rank: int) -> None:
@@ -247,14 +253,15 @@ class RolloutPool:
         calls = [self._actors[i].set_up.remote(self._model, self._checkpoint) for i in workers]
         self._classes = self._gather("set up", workers, calls)[0]
 
-    def _all(self, method: str) -> None:
+    def _all(self, method: str, cycle: int) -> None:
         everyone = range(len(self._actors))
-        refs = [getattr(actor, method).remote() for actor in self._actors]
+        refs = [getattr(actor, method).remote(cycle) for actor in self._actors]
         if lost := self._lost(list(zip(everyone, refs, strict=True)), method):
             self._restart(lost)
             self.version = NONE
             return
-        self._gather(method, everyone, refs)
+        for reply in self._gather(method, everyone, refs):
+            self._spans(reply.spans)
 
     def _names(self, workers: Sequence[int]) -> list[str]:
         return [self._seats[worker].name for worker in workers]

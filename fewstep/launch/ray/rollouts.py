@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import final
 
@@ -52,9 +52,13 @@ class RolloutProcess:
         self._model = model or recipe.model.build()
         self._method = recipe.method.build()
         self._dtype = getattr(torch, recipe.runtime.dtype)
-        self._engine = open_engine(recipe, self._model, checkpoint)
+        self._engine, self._base = open_engine(recipe, self._model, checkpoint)
         self._batches = ConditionBatches(self._model.classes, torch.device(recipe.runtime.device))
         return self._model.classes
+
+    def base(self) -> Confirmation | None:
+        """The frozen base that the student rests on, by its checksum; None where there is none."""
+        return self._base
 
     def generate(self, cycle: int, name: str, rank: int, size: int) -> tuple[Reply, ExternalData]:
         """Student samples of a phase, for one rank of the trainers.
@@ -110,10 +114,16 @@ class RolloutProcess:
         self._version = version
         return self._engine.bound(version)
 
-    def sleep(self) -> None:
+    def sleep(self, cycle: int) -> Reply:
         """Give the accelerator's memory back."""
-        self._engine.sleep()
+        return self._move("sleep", self._engine.sleep, cycle)
 
-    def wake(self) -> None:
+    def wake(self, cycle: int) -> Reply:
         """Take it again."""
-        self._engine.wake()
+        return self._move("wake", self._engine.wake, cycle)
+
+    def _move(self, name: str, move: Callable[[], None], cycle: int) -> Reply:
+        spans: list[Span] = []
+        with timed(spans.append, name, self._lane, "offload", cycle):
+            move()
+        return Reply(None, tuple(spans))

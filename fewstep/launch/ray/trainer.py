@@ -48,6 +48,7 @@ from fewstep.weights import (
     Confirmation,
     gather_bucket,
     split_into_buckets,
+    student_tensors,
     whole_sizes,
 )
 
@@ -168,6 +169,16 @@ class TrainerProcess:
             tensor_paths(self._worker.state_dict()),
             left,
         )
+
+    def base(self) -> Confirmation | None:
+        """The frozen base that the roles rest on, by its checksum; None where there is none."""
+        worker = self._worker
+        if worker.roles.storage.kind == "independent":
+            return None
+        checksum = Checksum()
+        for name in student_tensors(worker.roles, TEACHER_SCORE):
+            checksum.add(name, gather_bucket(worker, TEACHER_SCORE, [name])[name])
+        return checksum.confirmation(version=0)
 
     def run_phase(
         self, request: PhaseRequest, given: ExternalData | None, versions: range
