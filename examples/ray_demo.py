@@ -54,8 +54,8 @@ class Trained:
 RUNS = (
     Trained(Path("runs/digits/student")),
     Trained(ROOT / "one_group", (*ON_RAY,), "student"),
-    Trained(ROOT / "fake_score_first", (*FAKE_SCORE_FIRST,)),
-    Trained(ROOT / "two_groups", (*ON_RAY, *FAKE_SCORE_FIRST, GROUPS), "fake_score_first"),
+    Trained(ROOT / "fake_first", (*FAKE_SCORE_FIRST,)),
+    Trained(ROOT / "two_groups", (*ON_RAY, *FAKE_SCORE_FIRST, GROUPS), "fake_first"),
 )
 
 

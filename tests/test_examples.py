@@ -52,7 +52,7 @@ def test_the_demo_on_ray_shows_the_same_run_three_times(tmp_path: Path) -> None:
     found = {row["model"]: row["frechet_distance"] for row in results}
     # So few cycles do not drift apart, and another order of phases is another run.
     assert found["one_group"] == pytest.approx(found["student"], rel=1e-4)
-    assert found["two_groups"] == pytest.approx(found["fake_score_first"], rel=1e-4)
+    assert found["two_groups"] == pytest.approx(found["fake_first"], rel=1e-4)
     assert found["two_groups"] != pytest.approx(found["one_group"], rel=1e-4)
     for seat in ("trainer/1 0.7000", "critic/1 0.3500", "actor/1 0.3500", "rollout/1 0.2500"):
         assert seat in done.stdout
@@ -72,7 +72,7 @@ def ray_demo(monkeypatch: pytest.MonkeyPatch) -> Any:
 )
 @pytest.mark.parametrize("run", ["one_group", "two_groups"])
 def test_the_demo_on_ray_notices_another_result(ray_demo, run, on_ray, close) -> None:
-    distances = {"student": 0.3, "one_group": 0.3, "fake_score_first": 0.4, "two_groups": 0.4}
+    distances = {"student": 0.3, "one_group": 0.3, "fake_first": 0.4, "two_groups": 0.4}
     distances[run] *= on_ray
     rows = [{"model": name, "frechet_distance": value} for name, value in distances.items()]
     assert ray_demo.compare({"results": rows}) is close
