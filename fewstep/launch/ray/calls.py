@@ -202,5 +202,6 @@ def describe_death(error: Exception) -> str:
 
 
 def remote_traceback(error: Exception) -> str:
-    """The traceback of an error in another process, without the driver's own part."""
-    return str(error)  # one that Ray raises as its cause has no `traceback_str`
+    """The traceback of an error in another process, without the driver's part and Ray's colours."""
+    # One that Ray raises as its cause has no `traceback_str`.
+    return re.sub(r"\x1b\[\d+m", "", str(error))
