@@ -75,21 +75,25 @@ class GroupExecutor:
 
     def sample(self, settings: ValidationSettings) -> Samples | None:
         """What the student is validated by: made by the rollout workers, if there are any."""
-        if self._pool is None:
+        if self.version == 0:
+            return None
+        with self.timeline.measure("validate", DRIVER, "validation", self._cycle):
+            if self._pool is not None:
+                return self._sample_elsewhere(self._pool, settings)
             group = self._group_of(STUDENT)
             self.wake(group)
             samples: Samples | None = group.call("validation_samples", settings)[0]
             return samples
-        if self.version == 0:
-            return None
+
+    def _sample_elsewhere(self, pool: RolloutPool, settings: ValidationSettings) -> Samples:
+        """Samples of the rollout workers, which hold the role that is judged for so long."""
         role = sampled_role(self._recipe.roles)
         push = partial(self._push, role)
-        self._pool.wake(
-            self._cycle
-        )  # one that has died asleep is replaced now, and has no weights yet
-        if role != STUDENT or self._pool.version != self.version:
+        # One that has died asleep is replaced now, and has no weights yet.
+        pool.wake(self._cycle)
+        if role != STUDENT or pool.version != self.version:
             self._deliver(push)
-        samples = self._pool.sample(settings, push)
+        samples = pool.sample(settings, push)
         if role != STUDENT:
             self._deliver(self._push_student)
         return samples
