@@ -183,8 +183,11 @@ def _timeline(name: str, file: Path, records: Records) -> TimelineView | None:
 def _timing_rows(timing: Sequence[Mapping[str, Any]]) -> list[tuple[str, str, str, str]]:
     """Means of the series "timing" over its cycles, without what never took time or room."""
     means = {}
-    for key in dict.fromkeys(key for record in timing for key in record):
-        values = [value for r in timing if (value := number(r.get(key))) is not None]
+    cycles = [record for record in timing if number(record.get("seconds")) is not None]
+    for key in dict.fromkeys(key for cycle in cycles for key in cycle):
+        # A cycle does not name a group that had nothing to do: that one was idle all the time.
+        idle = key.startswith("wait_")
+        values = [number(c.get(key, c["seconds"] if idle else 0.0)) or 0.0 for c in cycles]
         if key.endswith(("seconds", "_bytes")) and any(values):
             means[key] = statistics.fmean(values)
     whole = means.pop("seconds", 0.0)

@@ -264,6 +264,27 @@ def test_damaged_timeline_is_a_note_and_the_table_stays(tmp_path: Path, damage, 
     assert not (tmp_path / "out/student_timeline.png").exists()
 
 
+def test_a_group_that_a_cycle_does_not_name_was_idle_in_it(tmp_path: Path) -> None:
+    run = make_run(tmp_path / "student")
+    lines: list[dict[str, Any]] = [
+        {"series": "timing", "cycle": 1, "seconds": 2.0},
+        {
+            "series": "timing",
+            "cycle": 2,
+            "seconds": 6.0,
+            "wait_b_seconds": 4.0,
+            "train_b_seconds": 2,
+        },
+    ]
+    text = "".join(json.dumps(line) + "\n" for line in lines)
+    (run.path / "metrics.jsonl").write_text(text)
+    assert table(page(tmp_path / "out", run)) == {
+        "the whole cycle": ["4", "", ""],
+        "b, training": ["1", "25%", ""],
+        "b, idle": ["3", "75%", ""],
+    }
+
+
 def test_timing_that_is_damaged_or_missing_leaves_the_picture(tmp_path: Path) -> None:
     run = make_run(tmp_path / "student")
     lines: list[dict[str, Any]] = [
@@ -275,7 +296,7 @@ def test_timing_that_is_damaged_or_missing_leaves_the_picture(tmp_path: Path) ->
     assert table(page(tmp_path / "out", run)) == {
         "the whole cycle": ["4", "", ""],
         "new": ["1", "25%", ""],
-        "odd": ["–", "", "10\u00a0GB"],
+        "odd": ["–", "", "20\u00a0GB"],
     }
     (run.path / "metrics.jsonl").unlink()
     text = page(tmp_path / "out", run)
