@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, final
 
@@ -45,6 +45,7 @@ class Ordered:
         replies: references of what the workers say of it.
         data: references of the `ExternalData`.
         collected: whether all of it is there.
+        makers: the workers that were asked, by rank of the trainers.
     """
 
     cycle: int
@@ -53,6 +54,7 @@ class Ordered:
     replies: list[Any]
     data: list[Any]
     collected: bool = False
+    makers: list[Any] = field(default_factory=list)
 
 
 @final
@@ -87,6 +89,7 @@ class RolloutPool:
         self._model, self._checkpoint, self._spans = model, checkpoint, spans
         self._timeout = float(recipe.launch.timeout_seconds)
         self._last_loss = ""
+        self._open: list[Ordered] = []
         self._actors = [cluster.start(RolloutProcess, s, s.rank, recipe) for s in seats]
         self._set_up(range(len(seats)))
         self.awake = True
@@ -100,9 +103,13 @@ class RolloutPool:
 
     def order(self, cycle: int, name: str, size: int) -> Ordered:
         """Ask for the samples of a phase, for trainers of `size` ranks; does not wait."""
-        ordered = Ordered(cycle, name, self.version, [None] * size, [None] * size)
+        replies, data, makers = ([None] * size for _ in range(3))
+        ordered = Ordered(cycle, name, self.version, replies, data, makers=makers)
         for rank in range(size):
             self._send(ordered, rank)
+        # What no phase has wanted in the end must not be kept.
+        self._open = [o for o in self._open if o.cycle >= cycle - 1 and not o.collected]
+        self._open.append(ordered)
         return ordered
 
     def collect(self, ordered: Ordered, push: Push) -> list[Any]:
@@ -121,14 +128,12 @@ class RolloutPool:
         what = f"the samples of cycle {ordered.cycle}, {ordered.name}"
         for _ in range(ATTEMPTS):
             if not ordered.collected:
+                if self._replaced(ordered):  # elsewhere, and not asked since
+                    self._ask_again(ordered.cycle, push)
                 makers = [self._maker(rank) for rank in range(len(ordered.replies))]
-                lost = self._lost(list(zip(makers, ordered.replies, strict=True)), what)
-                if lost:
-                    self._replace(lost, push)
-                    ordered.version = self.version
-                    for rank, maker in enumerate(makers):
-                        if maker in lost:
-                            self._send(ordered, rank)
+                if lost := self._lost(list(zip(makers, ordered.replies, strict=True)), what):
+                    self._restart(lost)
+                    self._ask_again(ordered.cycle, push)
                     continue
                 for reply in self._gather(what, makers, ordered.replies):
                     self._spans(reply.spans)
@@ -175,7 +180,8 @@ class RolloutPool:
                 for maker, first in zip(makers, starts, strict=True)
             ]
             if lost := self._lost(calls, "make validation samples"):
-                self._replace(lost, push)
+                self._restart(lost)
+                self.deliver(push)
                 continue
             parts = self._gather("make validation samples", makers, [ref for _, ref in calls])
             labels = balanced_labels(self._classes, settings.samples)
@@ -196,9 +202,18 @@ class RolloutPool:
 
     def _send(self, ordered: Ordered, rank: int) -> None:
         actor, size = self._actors[self._maker(rank)], len(ordered.replies)
+        ordered.makers[rank] = actor
         ordered.replies[rank], ordered.data[rank] = actor.generate.options(num_returns=2).remote(
             ordered.cycle, ordered.name, rank, size
         )
+
+    def _replaced(self, ordered: Ordered) -> list[int]:
+        """Whose samples are to be made by a worker that has been replaced since they were asked."""
+        return [
+            rank
+            for rank, actor in enumerate(ordered.makers)
+            if actor is not self._actors[self._maker(rank)] and not ordered.collected
+        ]
 
     def _maker(self, rank: int) -> int:
         """Which worker makes the samples of a rank."""
@@ -236,9 +251,14 @@ class RolloutPool:
             f"{self._last_loss}"
         )
 
-    def _replace(self, lost: Sequence[int], push: Push) -> None:
-        self._restart(lost)
+    def _ask_again(self, cycle: int, push: Push) -> None:
+        """Give workers that were replaced the student's weights, and all that they are to make."""
+        self.wake(cycle)
         self.deliver(push)
+        for ordered in self._open:
+            for rank in self._replaced(ordered):
+                ordered.version = self.version
+                self._send(ordered, rank)
 
     def _restart(self, lost: Sequence[int]) -> None:
         for worker in lost:
@@ -259,7 +279,8 @@ class RolloutPool:
         if lost := self._lost(list(zip(everyone, refs, strict=True)), method):
             self._restart(lost)
             self.version = NONE
-            return
+            for worker in lost:  # a new one is awake, and has nothing yet
+                refs[worker] = getattr(self._actors[worker], method).remote(cycle)
         for reply in self._gather(method, everyone, refs):
             self._spans(reply.spans)
 
