@@ -196,6 +196,8 @@ def describe_loss(
 
 def describe_death(error: Exception) -> str:
     """That a process has died, and what the cluster knows of it."""
+    if "creation task" in str(error):
+        return f"the process could not begin: {str(error).strip().splitlines()[-1].strip()}"
     detail = re.search(r"Worker exit detail: (.*?)(?: Some common causes|\n|$)", str(error))
     known = f": {detail.group(1).rstrip('.')}" if detail else ""
     return f"the process has died{known}"
