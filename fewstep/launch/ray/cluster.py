@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import logging
 import math
 import os
 import signal
@@ -121,6 +122,8 @@ class Cluster:
         if in_main:
             before = signal.getsignal(signal.SIGTERM) or signal.SIG_DFL
             self._stack.callback(signal.signal, signal.SIGTERM, before)
+        # Its warnings are for who runs the cluster, and would go to the user unformatted.
+        logging.getLogger("ray").setLevel(logging.ERROR)
         address = self._launch.address
         quiet: dict[str, Any] = {
             "log_to_driver": False,
