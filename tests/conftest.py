@@ -248,8 +248,9 @@ def cluster() -> Iterator[None]:
         num_cpus=2,
         resources={"accelerator": WORKERS},
         include_dashboard=False,
+        _system_config={"worker_niceness": 0},
         log_to_driver=False,
-        logging_level="ERROR",
+        configure_logging=False,
         namespace="tests",
     )
     yield

@@ -134,6 +134,8 @@ class Cluster:
             ray.init(
                 address="local",
                 include_dashboard=False,
+                # They are the run itself, and not, as on a cluster, guests of others.
+                _system_config={"worker_niceness": 0},
                 **local_resources(self._placement.resource, self._placement.bundles),
                 **quiet,
             )
