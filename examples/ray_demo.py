@@ -4,7 +4,8 @@ Two workers train it with all roles in one group. Two more runs train it in two 
 turns (a critic of fake and teacher score, an actor of the student), with rollout workers that make
 the student's samples, and in one process in the same order of phases. All are evaluated, and each
 run on Ray must be as good as the one in one process. Run by `make demo-ray`; whatever is finished
-already is reused. `--short` trains next to nothing, to see that all of it works.
+already is reused. `--short` trains next to nothing, on one
+worker, to see that all of it works.
 """
 
 from __future__ import annotations
@@ -32,7 +33,10 @@ GROUPS = "placement.groups={critic: [fake_score, teacher_score], actor: [student
 LARGEST_RATIO = 1.1
 SHORT = {
     TEACHER: ["train.cycles=1", "train.batch_size=8", "model.network.num_layers=1"],
-    STUDENT: ["train.cycles=3", "cycle.warmup_cycles=1", "train.batch_size=8", "validation=null"],
+    STUDENT: [
+        *("train.cycles=3", "cycle.warmup_cycles=1", "train.batch_size=8", "validation=null"),
+        "launch.processes=1",
+    ],
 }
 console = Console()
 

@@ -54,7 +54,7 @@ def test_the_demo_on_ray_shows_the_same_run_three_times(tmp_path: Path) -> None:
     assert found["one_group"] == pytest.approx(found["student"], rel=1e-4)
     assert found["two_groups"] == pytest.approx(found["fake_first"], rel=1e-4)
     assert found["two_groups"] != pytest.approx(found["one_group"], rel=1e-4)
-    for seat in ("trainer/1 0.7000", "critic/1 0.3500", "actor/1 0.3500", "rollout/1 0.2500"):
+    for seat in ("trainer/0 0.7000", "critic/0 0.3500", "actor/0 0.3500", "rollout/0 0.2500"):
         assert seat in done.stdout
     (picture,) = re.findall(r"Timeline: +(\S+)", done.stdout)
     assert (tmp_path / picture).read_bytes().startswith(b"\x89PNG")
