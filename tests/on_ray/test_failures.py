@@ -38,7 +38,7 @@ from fewstep.models.module import ModuleModel
 from fewstep.parallel.settings import LaunchSettings
 from fewstep.placement import Placement, Seat
 
-pytestmark = [pytest.mark.slow, pytest.mark.timeout(300)]
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(600)]
 
 # Networks that need neither diffusers nor PEFT, which take seconds to import in every process.
 CHEAP: dict[str, Any] = {
