@@ -414,10 +414,10 @@ def test_a_process_without_room_in_its_bundle_is_named(nothing_left: Any, model:
     placement = Placement("accelerator", 1, {"first": (), "second": ()}, tuple(seats))
     launch, says = LaunchSettings(kind="ray"), r"second/0 got no place within 2 s .* needs 0.6 of"
     with Cluster(launch, placement, timeout_seconds=120) as cluster:
-        cluster.start(faulty.Idle, seats[0])
+        cluster.start(faulty.Idle, seats[:1], lambda seat: ())
         cluster._timeout = 2
         with pytest.raises(UserError, match=says):
-            cluster.start(faulty.Idle, seats[1])
+            cluster.start(faulty.Idle, seats[1:2], lambda seat: ())
 
 
 # Clusters that are not there.

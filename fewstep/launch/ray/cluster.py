@@ -11,6 +11,7 @@ import socket
 import sys
 import threading
 import uuid
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, final
 
@@ -71,17 +72,33 @@ class Cluster:
         self._group = None
         self._stack.close()
 
-    def start(self, kind: type, seat: Seat, *arguments: Any) -> Any:
-        """Start a process at its seat, and wait for its place; the handle of its actor.
+    def start(
+        self, kind: type, seats: Sequence[Seat], arguments: Callable[[Seat], Sequence[Any]]
+    ) -> list[Any]:
+        """Start a process at every seat, and wait for all of them; the handles of their actors.
 
         Args:
-            kind: the class whose object it holds.
-            seat: where.
+            kind: the class whose object each holds.
+            seats: where.
             arguments: of the class.
 
         Raises:
-            UserError: where it got no place in time.
+            UserError: where one got no place in time.
         """
+        actors = [self._begin(kind, seat, arguments(seat)) for seat in seats]
+        ready = [actor.__ray_call__.remote(enter, os.getcwd()) for actor in actors]
+        _, waiting = ray.wait(ready, num_returns=len(ready), timeout=self._timeout)
+        if waiting:
+            seat = seats[ready.index(waiting[0])]
+            raise UserError(
+                f"placement: {seat.name} got no place within {self._timeout} s "
+                f"(placement.timeout_seconds): it needs {seat.units / UNITS:g} of the "
+                f"{self._placement.resource!r} of bundle {seat.bundle}; {free_resources()}"
+            )
+        gather([Call(ref, seat.name, "start") for ref, seat in zip(ready, seats, strict=True)])
+        return actors
+
+    def _begin(self, kind: type, seat: Seat, arguments: Sequence[Any]) -> Any:
         options = resource_options(self._placement.resource, seat.share)
         actor = (
             ray.remote(kind)
@@ -98,14 +115,6 @@ class Cluster:
             .remote(*arguments)
         )
         self._actors[seat.name] = actor
-        ready = actor.__ray_call__.remote(enter, os.getcwd())
-        if not ray.wait([ready], timeout=self._timeout)[0]:
-            raise UserError(
-                f"placement: {seat.name} got no place within {self._timeout} s "
-                f"(placement.timeout_seconds): it needs {seat.units / UNITS:g} of the "
-                f"{self._placement.resource!r} of bundle {seat.bundle}; {free_resources()}"
-            )
-        gather([Call(ready, seat.name, "start")])
         return actor
 
     def stop(self, name: str) -> None:
@@ -153,13 +162,15 @@ class Cluster:
 
     def _reserve(self) -> None:
         resource, wanted = self._placement.resource, self._placement.bundles
-        have = {
-            node["NodeManagerHostname"]: math.floor(node["Resources"].get(resource, 0))
+        # A machine may hold several nodes.
+        have = [
+            (node["NodeManagerHostname"], math.floor(node["Resources"].get(resource, 0)))
             for node in ray.nodes()
             if node["Alive"]
-        }
-        if sum(have.values()) < wanted:
-            found = ", ".join(f"{name} {count}" for name, count in sorted(have.items()))
+        ]
+        total = sum(count for _, count in have)
+        if total < wanted:
+            found = ", ".join(f"{name} {count}" for name, count in sorted(have))
             hint = (
                 ""
                 if resource in ("GPU", "CPU")
@@ -168,7 +179,7 @@ class Cluster:
             )
             raise UserError(
                 f"launch.processes: {wanted} workers need one {resource!r} each, but the cluster "
-                f"has {sum(have.values())} of them ({found}){hint}"
+                f"has {total} of them ({found}){hint}"
             )
         self._group = placement_group(
             [{resource: 1} for _ in range(wanted)], strategy="PACK", name=self._namespace

@@ -55,10 +55,9 @@ class TrainerGroup:
         self.awake = True
         self._spans, self._names = spans, [seat.name for seat in seats]
         self._patience = recipe.launch.timeout_seconds
-        self._actors = [
-            cluster.start(TrainerProcess, seat, name, seat.rank, len(seats), recipe)
-            for seat in seats
-        ]
+        self._actors = cluster.start(
+            TrainerProcess, seats, lambda seat: (name, seat.rank, len(seats), recipe)
+        )
         address, port = gather(
             [Call(self._actors[0].open.remote(), self._names[0], "open a port")]
         )[0]

@@ -90,7 +90,7 @@ class RolloutPool:
         self._timeout = float(recipe.launch.timeout_seconds)
         self._last_loss = ""
         self._open: list[Ordered] = []
-        self._actors = [cluster.start(RolloutProcess, s, s.rank, recipe) for s in seats]
+        self._actors = cluster.start(RolloutProcess, seats, lambda seat: (seat.rank, recipe))
         self._set_up(range(len(seats)))
         self.awake = True
         self.version = NONE
@@ -261,12 +261,12 @@ class RolloutPool:
                 self._send(ordered, rank)
 
     def _restart(self, lost: Sequence[int]) -> None:
-        for worker in lost:
-            seat = self._seats[worker]
+        seats = [self._seats[worker] for worker in lost]
+        for seat in seats:
             self._cluster.stop(seat.name)
-            self._actors[worker] = self._cluster.start(
-                RolloutProcess, seat, seat.rank, self._recipe
-            )
+        started = self._cluster.start(RolloutProcess, seats, lambda seat: (seat.rank, self._recipe))
+        for worker, actor in zip(lost, started, strict=True):
+            self._actors[worker] = actor
         self._set_up(lost)
 
     def _set_up(self, workers: Sequence[int]) -> None:
