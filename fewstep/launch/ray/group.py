@@ -54,6 +54,7 @@ class TrainerGroup:
         self.name, self.roles = name, tuple(roles)
         self.awake = True
         self._spans, self._names = spans, [seat.name for seat in seats]
+        self._portions: dict[str, int] = {}
         self._patience = recipe.launch.timeout_seconds
         self._actors = cluster.start(
             TrainerProcess, seats, lambda seat: (name, seat.rank, len(seats), recipe)
@@ -136,20 +137,23 @@ class TrainerGroup:
             bucket_mib: size of a portion.
             cycle: for the timeline.
             version: of these weights.
-            take: is given the reference of each portion: tensors by canonical name.
+            take: is given the reference of each portion: `Packed` tensors by canonical name.
 
         Returns:
             What was given away.
         """
-        count = self.call("open_push", role, bucket_mib)[0]
-        for bucket in range(count):
+        if role not in self._portions:
+            self._portions[role] = self.call("portions", role, bucket_mib)[0]
+        sent: Confirmation | None = None
+        for portion in range(self._portions[role]):
             pairs = [
-                a.push.options(num_returns=2).remote(role, bucket, cycle) for a in self._actors
+                actor.push.options(num_returns=2).remote(role, portion, version, cycle)
+                for actor in self._actors
             ]
-            self._replies("push", [reply for reply, _ in pairs])
             take(pairs[0][1])
-        confirmation: Confirmation = self.call("close_push", version)[0]
-        return confirmation
+            sent = self._replies("push", [reply for reply, _ in pairs])[0]
+        assert sent is not None
+        return sent
 
     def write(
         self, draft: Path, part: str, skipped: Sequence[str], cycle: int, behind: bool

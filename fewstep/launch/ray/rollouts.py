@@ -16,6 +16,7 @@ from fewstep.diffusion.draw import Draw
 from fewstep.launch.ray.engines import open_engine
 from fewstep.launch.ray.external import ExternalData
 from fewstep.launch.ray.trainer import Reply
+from fewstep.launch.ray.transport import Packed, unpack
 from fewstep.models.model import Model
 from fewstep.parallel.ranks import CPU, Ranks
 from fewstep.sampling import balanced_labels, rollout_of_samples
@@ -105,9 +106,9 @@ class RolloutProcess:
         )
         return self._model.decode(self._engine.generate(rollout)).float().cpu()
 
-    def load_weights(self, weights: Mapping[str, Tensor]) -> None:
+    def load_weights(self, portion: Mapping[str, Packed]) -> None:
         """Take a portion of the student's weights."""
-        self._engine.load_weights(weights)
+        self._engine.load_weights(unpack(portion))
 
     def confirm(self, version: int) -> Confirmation:
         """Say what the engine holds now, all portions taken."""

@@ -14,7 +14,6 @@ from typing import Any, final
 
 import ray
 import torch
-from torch import Tensor
 
 from fewstep.checkpoint import (
     Background,
@@ -33,6 +32,7 @@ from fewstep.files import FileEntry
 from fewstep.launch.hooks import run_fingerprint
 from fewstep.launch.local import check_network, reporting, teacher_statistics
 from fewstep.launch.ray.external import Expected, ExternalData, check_external
+from fewstep.launch.ray.transport import Packed, pack
 from fewstep.methods.method import TensorSpec
 from fewstep.models.model import Model
 from fewstep.parallel.offload import Moved, Offload, held_tensors
@@ -102,6 +102,7 @@ class TrainerProcess:
         self.lane = f"{group}/{rank}"
         self._rank, self._size, self._recipe = rank, size, recipe
         self._place: MeetingPlace | None = None
+        self._buckets: dict[str, list[list[str]]] = {}
         # Rank 0 of the driver's side speaks to the user.
         logging.getLogger("fewstep").setLevel(logging.ERROR)
         torch.set_num_threads(recipe.runtime.threads or torch.get_num_threads())
@@ -268,27 +269,40 @@ class TrainerProcess:
 
     # Giving weights to the rollout workers.
 
-    def open_push(self, role: str, bucket_mib: int) -> int:
-        """Begin to give a role's weights away; in how many portions that will be."""
-        self._buckets = split_into_buckets(whole_sizes(self._worker, role), bucket_mib * 2**20)
-        self._checksum = Checksum()
-        return len(self._buckets)
+    def portions(self, role: str, bucket_mib: int) -> int:
+        """In how many portions a role's weights are given away."""
+        self._buckets[role] = split_into_buckets(
+            whole_sizes(self._worker, role), bucket_mib * 2**20
+        )
+        return len(self._buckets[role])
 
-    def push(self, role: str, bucket: int, cycle: int) -> tuple[Reply, Mapping[str, Tensor]]:
-        """One portion, whole, in main memory; of rank 0 alone, the others help to gather it."""
+    def push(
+        self, role: str, portion: int, version: int, cycle: int
+    ) -> tuple[Reply, Mapping[str, Packed]]:
+        """One portion, whole, in main memory; of rank 0 alone, the others help to gather it.
+
+        Args:
+            role: whose.
+            portion: its number; they are asked for in order.
+            version: of these weights.
+            cycle: for the timeline.
+
+        Returns:
+            With the last portion the confirmation of all, to compare with what receivers hold.
+        """
         spans: list[Span] = []
+        if portion == 0:
+            self._checksum = Checksum()
         with self._timed(spans, "gather", "push", cycle):
-            tensors = gather_bucket(self._worker, role, self._buckets[bucket])
+            tensors = gather_bucket(self._worker, role, self._buckets[role][portion])
             if not self._ranks.first:
                 return Reply(None, tuple(spans)), {}
             for name, tensor in tensors.items():
                 self._checksum.add(name, tensor)
         size = sum(t.numel() * t.element_size() for t in tensors.values())
-        return Reply(size, tuple(replace(s, bytes=size) for s in spans)), tensors
-
-    def close_push(self, version: int) -> Confirmation:
-        """What rank 0 has given away, for the receivers to compare with what they hold."""
-        return self._checksum.confirmation(version)
+        last = portion + 1 == len(self._buckets[role])
+        sent = self._checksum.confirmation(version) if last else None
+        return Reply(sent, tuple(replace(s, bytes=size) for s in spans)), pack(tensors)
 
     def leave(self) -> None:
         """Take leave of the other ranks."""
