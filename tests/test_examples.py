@@ -35,18 +35,29 @@ def test_your_own_network_is_distilled_to_one_step(tmp_path: Path) -> None:
     assert found["student", 1][1] < 0.1 * found["teacher", 4][1]
 
 
+@pytest.fixture
+def ray_demo(monkeypatch: pytest.MonkeyPatch) -> Any:
+    """`examples/ray_demo.py` as a module."""
+    monkeypatch.syspath_prepend(ROOT / "examples")
+    return importlib.import_module("ray_demo")
+
+
 @pytest.mark.slow
-def test_the_demo_on_ray_shows_the_same_run_three_times(tmp_path: Path) -> None:
-    pytest.importorskip("ray")
+def test_the_demo_on_ray_shows_the_same_run_three_times(
+    ray_demo: Any,
+    cluster: None,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    from fewstep.cli import app
+
     shutil.copytree(ROOT / "recipes", tmp_path / "recipes")
-    done = subprocess.run(
-        [sys.executable, str(ROOT / "examples/ray_demo.py"), "--short"],
-        cwd=tmp_path,
-        capture_output=True,
-        text=True,
-        check=False,
-    )
-    assert done.returncode == 0, done.stdout + done.stderr
+    monkeypatch.chdir(tmp_path)
+    # The commands themselves, but on the tests' cluster, and without a process for each.
+    monkeypatch.setattr(ray_demo, "call", lambda *words: app(list(words), standalone_mode=False))
+    ray_demo.main(short=True)
+    said = capsys.readouterr().out
     out = tmp_path / "runs/digits/ray"
     results = json.loads((out / "evaluation.json").read_text())["results"]
     found = {row["model"]: row["frechet_distance"] for row in results}
@@ -55,16 +66,9 @@ def test_the_demo_on_ray_shows_the_same_run_three_times(tmp_path: Path) -> None:
     assert found["two_groups"] == pytest.approx(found["fake_first"], rel=1e-4)
     assert found["two_groups"] != pytest.approx(found["one_group"], rel=1e-4)
     for seat in ("trainer/0 0.7000", "critic/0 0.3500", "actor/0 0.3500", "rollout/0 0.2500"):
-        assert seat in done.stdout
-    (picture,) = re.findall(r"Timeline: +(\S+)", done.stdout)
+        assert seat in said
+    (picture,) = re.findall(r"Timeline: +(\S+)", said)
     assert (tmp_path / picture).read_bytes().startswith(b"\x89PNG")
-
-
-@pytest.fixture
-def ray_demo(monkeypatch: pytest.MonkeyPatch) -> Any:
-    """`examples/ray_demo.py` as a module."""
-    monkeypatch.syspath_prepend(ROOT / "examples")
-    return importlib.import_module("ray_demo")
 
 
 @pytest.mark.parametrize(
