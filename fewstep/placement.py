@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from decimal import Decimal
 from typing import Annotated, Literal, Protocol, final
 
-from pydantic import Field
+from pydantic import Field, field_validator
 from rich.box import SIMPLE_HEAD
 from rich.table import Table
 
@@ -26,6 +26,8 @@ from fewstep.settings import Settings
 from fewstep.training.cycle import CycleSettings
 
 UNITS = 10_000
+# What Ray counts in bytes.
+NO_ACCELERATORS = ("memory", "object_store_memory")
 """Steps in which Ray counts one accelerator."""
 ONE_GROUP = "trainer"
 
@@ -59,6 +61,16 @@ class PlacementSettings(Settings):
     timeout_seconds: Annotated[int, Field(gt=0)] = Field(
         120, description="how long a process may wait for its place before the run is refused"
     )
+
+    @field_validator("accelerator")
+    @classmethod
+    def _check_accelerator(cls, name: str | None) -> str | None:
+        if name is not None and (not name.strip() or name in NO_ACCELERATORS):
+            raise ValueError(
+                f"{name!r} is given; it should be a resource that is counted in accelerators, such "
+                f"as GPU, CPU or one that `ray start --resources` has named"
+            )
+        return name
 
 
 class RolloutWish(Protocol):
@@ -234,6 +246,11 @@ def check_placement(
     if launch.kind != "ray":
         _check_local(settings, rollout)
         return
+    if ":" in device:
+        raise UserError(
+            f"runtime.device: {device!r} names one device, but each process on Ray is shown its "
+            f"own; write {device.partition(':')[0]!r}"
+        )
     groups = groups_of(settings, roles)
     check_groups(groups, roles, method, cycle)
     if settings.offload and len(groups) == 1:

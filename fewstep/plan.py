@@ -189,8 +189,7 @@ def _take_turns(crew: _Crew, steps: Sequence[Step], awake: Sequence[str]) -> lis
 def _rollouts(crew: _Crew, cycle: int) -> list[Step]:
     """What the rollout workers make: for this cycle, and meanwhile for the next."""
     now = [phase for phase in crew.fed(cycle) if not crew.ahead(phase)]
-    later = [] if cycle == crew.recipe.train.cycles else crew.fed(cycle + 1)
-    later = [phase for phase in later if crew.ahead(phase)]
+    later = [phase for phase in crew.fed(cycle + 1) if crew.ahead(phase)]
     steps = []
     for phases, which in ((now, ""), (later, "next ")):
         # Phases that share their samples follow each other.

@@ -411,6 +411,23 @@ ASYNC = {"rollout.schedule": "async"}
         ),
         (
             "dmd2",
+            RAY | {"placement.accelerator": "memory"},
+            "placement.accelerator: 'memory' is given; it should be a resource that is counted in "
+            "accelerators",
+        ),
+        (
+            "dmd2",
+            RAY | {"runtime.device": "cuda:1"},
+            "runtime.device: 'cuda:1' names one device, but each process on Ray is shown its own; "
+            "write 'cuda'",
+        ),
+        (
+            "dmd2",
+            RAY | {"launch.address": "somewhere"},
+            "address: 'somewhere' is given; it should be 'auto', host:port of a cluster",
+        ),
+        (
+            "dmd2",
             RAY | {"placement.trainer_share": 1.0},
             "placement: the shares of bundle 0 sum to 1.0500, and there is 1 to share",
         ),

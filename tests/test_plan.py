@@ -226,7 +226,7 @@ def test_async_makes_the_fake_scores_samples_a_cycle_ahead(steps: Steps) -> None
     assert found[5].takes == "x0 from rollout"
 
 
-def test_async_makes_nothing_after_the_end_and_all_at_the_start(steps: Steps) -> None:
+def test_async_makes_all_at_the_start_and_goes_on_as_if_there_were_no_end(steps: Steps) -> None:
     late = {**TWO, "rollout.schedule": "async"}
     first, last = steps(late, 1), steps(late, 1000)
     assert names(first)[:6] == [
@@ -238,8 +238,13 @@ def test_async_makes_nothing_after_the_end_and_all_at_the_start(steps: Steps) ->
         "rollout next fake_score/1",
     ]
     assert first[6].takes == "x0 from rollout"
-    assert names(last)[:2] == ["rollout student", "fake_score/0"]
-    assert last[1].takes == "older x0 from rollout"
+    assert names(last)[:4] == [
+        "rollout student",
+        "rollout next fake_score/0",
+        "rollout next fake_score/1",
+        "fake_score/0",
+    ]
+    assert last[3].takes == "older x0 from rollout"
 
 
 @pytest.mark.parametrize("changes", [{}, {"cycle.warmup_cycles": 3}, TWO])

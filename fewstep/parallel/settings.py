@@ -82,6 +82,12 @@ class LaunchSettings(Settings):
     def _check(self) -> LaunchSettings:
         if self.address is not None and self.kind != "ray":
             raise ValueError(f"address: only for kind 'ray'; kind is {self.kind!r}")
+        host, _, port = (self.address or "auto").rpartition(":")
+        if self.address not in (None, "auto") and not (host and port.isdecimal()):
+            raise ValueError(
+                f"address: {self.address!r} is given; it should be 'auto', host:port of a cluster "
+                f"that is running, or null"
+            )
         if self.address is not None and self.address.startswith("ray://"):
             raise ValueError(
                 f"address: {self.address!r} is that of a Ray client, through which no driver can "

@@ -17,7 +17,7 @@ GOOD = ExternalData(
     cycle=7,
     rollout="fake_score/1",
     rank=1,
-    version=5,
+    versions=torch.full((3,), 5),
     sample_ids=IDS,
     tensors={"x0": torch.zeros(3, 2), "count": torch.zeros(3, dtype=torch.int64)},
 )
@@ -37,7 +37,7 @@ def with_x0(x0: torch.Tensor) -> dict[str, Any]:
 
 def test_what_is_expected_is_taken() -> None:
     check_external(GOOD, EXPECTED)
-    assert GOOD.nbytes == 3 * 8 + 3 * 2 * 4 + 3 * 8
+    assert GOOD.nbytes == 2 * 3 * 8 + 3 * 2 * 4 + 3 * 8
 
 
 @pytest.mark.parametrize(
@@ -46,8 +46,9 @@ def test_what_is_expected_is_taken() -> None:
         ({"cycle": 6}, "cycle is 6 instead of 7"),
         ({"rollout": "student"}, "rollout is 'student' instead of 'fake_score/1'"),
         ({"rank": 0}, "rank is 0 instead of 1"),
-        ({"version": 4}, "a student after 4 updates, wanted 5 to 5"),
-        ({"version": 6}, "a student after 6 updates, wanted 5 to 5"),
+        ({"versions": torch.full((3,), 4)}, "a student after 4 updates, wanted 5 to 5"),
+        ({"versions": torch.tensor([5, 6, 5])}, "a student after 5, 6 updates, wanted 5 to 5"),
+        ({"versions": torch.full((2,), 5)}, "2 samples are those of a student after 5 updates"),
         ({"sample_ids": torch.arange(4, 7)}, r"sample ids are 3 of them \(4, 5, 6\) instead"),
         ({"sample_ids": torch.arange(3, 5)}, r"sample ids are 2 of them"),
         ({"sample_ids": IDS.int()}, "sample ids are"),
@@ -66,14 +67,14 @@ def test_anything_else_is_refused(change: dict[str, Any], message: str) -> None:
 
 def test_all_that_is_wrong_is_named_at_once() -> None:
     with pytest.raises(TrainingError) as error:
-        check_external(replace(GOOD, cycle=1, version=9, tensors={}), EXPECTED)
+        check_external(replace(GOOD, cycle=1, versions=GOOD.versions + 4, tensors={}), EXPECTED)
     for part in ("cycle is 1", "after 9 updates", "count, x0 is missing"):
         assert part in str(error.value)
 
 
 def test_samples_may_be_as_old_as_the_run_allows() -> None:
     allowed = replace(EXPECTED, versions=range(4, 6))
-    for version in (4, 5):
-        check_external(replace(GOOD, version=version), allowed)
-    with pytest.raises(TrainingError, match="after 3 updates, wanted 4 to 5"):
-        check_external(replace(GOOD, version=3), allowed)
+    for versions in ([4, 4, 4], [4, 5, 4]):
+        check_external(replace(GOOD, versions=torch.tensor(versions)), allowed)
+    with pytest.raises(TrainingError, match="after 3, 5 updates, wanted 4 to 5"):
+        check_external(replace(GOOD, versions=torch.tensor([5, 3, 5])), allowed)

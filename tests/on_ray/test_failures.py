@@ -37,6 +37,7 @@ from fewstep.models.mixture import PointNetwork
 from fewstep.models.module import ModuleModel
 from fewstep.parallel.settings import LaunchSettings
 from fewstep.placement import Placement, Seat
+from fewstep.run import resolve_recipe
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(600)]
 
@@ -499,7 +500,7 @@ def test_groups_and_recipes_that_differ_from_a_checkpoint_are_refused(
     changes = {**FAKE_FIRST, "train.cycles": 2, "checkpoint.every": 1}
     fewstep.train(make_recipe("dmd2", {**CHEAP, **changes}))
     checkpoints = sorted((tmp_path / "run" / "checkpoints").glob("cycle_*"))
-    recipe = make_recipe("dmd2", {**SPLIT, **changes})
+    recipe = resolve_recipe(make_recipe("dmd2", {**SPLIT, **changes}))
     seats = [Seat("trainer", group, 0, 0, 5000) for group in GROUPS]
     placement = Placement("accelerator", 1, {k: tuple(v) for k, v in GROUPS.items()}, tuple(seats))
     with Cluster(recipe.launch, placement, timeout_seconds=60) as cluster:
@@ -514,9 +515,38 @@ def test_groups_and_recipes_that_differ_from_a_checkpoint_are_refused(
         with pytest.raises(UserError) as found:
             agree(groups, checkpoints[0], recipe)
         lines = [line.split() for line in str(found.value).splitlines()]
-        assert lines[2][:3] == ["critic", "1", "4"]
-        assert lines[3][:3] == ["actor", "2", "8"]
-        assert lines[2][3] == lines[3][3]
-    other = make_recipe("dmd2", {**RAY, **changes, "train.cycles": 3, "optimizers.student.lr": 0.5})
-    with pytest.raises(UserError, match=r"optimizers.student.lr"):
-        fewstep.train(other, resume=True)
+        assert lines[2][:3] == ["critic/0", "1", "4"]
+        assert lines[3][:3] == ["actor/0", "2", "8"]
+        # The same cycle of another run, as where nodes do not share a disk.
+        seed = {"seed": 8, "run_dir": str(tmp_path / "other")}
+        fewstep.train(make_recipe("dmd2", {**CHEAP, **changes, **seed}))
+        (twin,) = (tmp_path / "other" / "checkpoints").glob(checkpoints[1].name)
+        groups["critic"].set_up(None, None, twin)
+        with pytest.raises(UserError, match="do not stand at the same place of the same run"):
+            agree(groups, checkpoints[1], recipe)
+        groups["critic"].set_up(None, None, checkpoints[1])
+        assert agree(groups, checkpoints[1], recipe).cycle == 2
+
+
+@pytest.mark.parametrize("cycles", [2, 3])
+def test_another_recipe_is_refused_before_anything_is_started(
+    make_recipe: Callable[..., Recipe], tmp_path: Path, cycles: int
+) -> None:
+    changes = {"train.cycles": 2, "checkpoint.every": 1}
+    fewstep.train(make_recipe("dmd2", {**CHEAP, **changes}))
+    changes |= {**RAY, "train.cycles": cycles, "launch.address": "127.0.0.1:1"}
+    for key, value in (("optimizers.student.lr", 0.5), ("model.components", 5)):
+        other = make_recipe("dmd2", {**changes, key: value})
+        with pytest.raises(UserError, match=rf"{key}: was .*, is {value}"):
+            fewstep.train(other, resume=True)
+
+
+def test_what_cannot_be_sent_to_other_processes_is_named(
+    nothing_left: Any, make_recipe: Callable[..., Recipe]
+) -> None:
+    class Locked(ModuleModel):
+        lock = threading.Lock()
+
+    recipe = make_recipe("dmd2", {**RAY, "model": {"family": "module"}})
+    with pytest.raises(UserError, match=r"^model: Locked cannot be sent to the processes"):
+        fewstep.train(recipe, model=Locked(lambda: PointNetwork(2, 8, 1), (2,)))

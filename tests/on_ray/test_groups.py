@@ -113,7 +113,8 @@ def test_bytes_are_counted_once(ran: dict[str, Any]) -> None:
     assert [entry["cycle"] for entry in timing] == [1, 2, 3, 4, 5, 6]
     sample, ids = BATCH * 16 * 8, BATCH * 8
     # Samples for two phases of the fake score and for the scores; a direction and counts.
-    handed = 3 * (sample + ids) + sample + 2 * ids
+    # Each with ids, and the versions of the student behind them.
+    handed = 3 * sample + sample + ids + 4 * 2 * ids
     assert {entry["hand_off_bytes"] for entry in timing} == {handed}
     student = ran["run"].roles["student"].parameter_count * 8
     assert timing[1]["push_bytes"] == student

@@ -232,3 +232,10 @@ def test_samples_made_ahead_are_those_of_the_student_a_cycle_ago(
     again = train(replace(case, name="again", resume="here"), tmp_path)
     found["losses"] = found["losses"][-len(again["losses"]) :]
     assert_same(found, again)
+
+    # Nor by an end that turned out not to be one.
+    short = replace(case, name="short", changes={**case.changes, "train.cycles": 3})
+    train(short, tmp_path)
+    longer = train(replace(case, name="short", resume="here"), tmp_path)
+    found["losses"] = found["losses"][-len(longer["losses"]) :]
+    assert_same(found, longer)

@@ -11,7 +11,7 @@ import socket
 import sys
 import threading
 import uuid
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any, final
 
@@ -61,16 +61,17 @@ class Cluster:
         return self
 
     def __exit__(self, *_: object) -> None:
-        if ray.is_initialized():
-            for name in list(self._actors):
-                self.stop(name)
-            if self._group is not None:
-                with contextlib.suppress(Exception):  # the cluster may be gone itself
-                    remove_placement_group(self._group)
-            if self._connected:
-                ray.shutdown()
-        self._group = None
-        self._stack.close()
+        with undisturbed():
+            if ray.is_initialized():
+                for name in list(self._actors):
+                    self.stop(name)
+                if self._group is not None:
+                    with contextlib.suppress(Exception):  # the cluster may be gone itself
+                        remove_placement_group(self._group)
+                if self._connected:
+                    ray.shutdown()
+            self._group = None
+            self._stack.close()
 
     def start(
         self, kind: type, seats: Sequence[Seat], arguments: Callable[[Seat], Sequence[Any]]
@@ -133,6 +134,17 @@ class Cluster:
             self._stack.callback(signal.signal, signal.SIGTERM, before)
         # Its warnings are for who runs the cluster, and would go to the user unformatted.
         logging.getLogger("ray").setLevel(logging.ERROR)
+        try:
+            self._init()
+        except SystemExit as error:
+            # Ray's own handler, which it sets before it is ready, has another exit code.
+            raise SystemExit(TERMINATED if error.code == signal.SIGTERM else error.code) from error
+        self._connected = True
+        if in_main:
+            # Ray has set a handler of its own, with another exit code.
+            signal.signal(signal.SIGTERM, terminate)
+
+    def _init(self) -> None:
         address = self._launch.address
         quiet: dict[str, Any] = {
             "log_to_driver": False,
@@ -155,10 +167,6 @@ class Cluster:
             except Exception as error:
                 said = " ".join(str(error).split()) or type(error).__name__
                 raise UserError(no_cluster(address, said)) from error
-        self._connected = True
-        if in_main:
-            # Ray has set a handler of its own, with another exit code.
-            signal.signal(signal.SIGTERM, terminate)
 
     def _reserve(self) -> None:
         resource, wanted = self._placement.resource, self._placement.bundles
@@ -191,6 +199,19 @@ class Cluster:
                 f"(placement.timeout_seconds): {wanted} x {resource!r} are taken by others; "
                 f"{free_resources()}. Wait for them to end, or lower launch.processes"
             )
+
+
+@contextlib.contextmanager
+def undisturbed() -> Iterator[None]:
+    """Let no Ctrl-C keep from giving back what others are waiting for; it takes a moment."""
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
+    before = signal.signal(signal.SIGINT, signal.SIG_IGN)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGINT, before)
 
 
 def terminate(*_: object) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import pickle
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -12,7 +13,7 @@ from typing import Any, final
 import ray
 
 from fewstep.checkpoint import check_all_read, checkpoint_cycle, latest_checkpoint
-from fewstep.config import Recipe, check_fingerprint
+from fewstep.config import Recipe, check_fingerprint, fingerprint
 from fewstep.data.dataset import Dataset
 from fewstep.errors import UserError
 from fewstep.launch.hooks import CheckpointHook, OnCycle, build_hooks
@@ -38,6 +39,7 @@ from fewstep.pipeline_engine import check_engine
 from fewstep.placement import Placement, groups_of, place, rollout_workers
 from fewstep.roles.role import STUDENT
 from fewstep.run import Trained, check_ranks, resolve_recipe
+from fewstep.sampling import cpu_threads
 from fewstep.training.loop import StopRequest, train_cycles
 from fewstep.training.metrics import Metrics
 from fewstep.training.phase import PhaseResult
@@ -57,7 +59,7 @@ def train_on_ray(
 ) -> Trained:
     """Train a recipe on a Ray cluster; arguments and errors are those of `launch.local.train`."""
     directory = Path(recipe.run_dir)
-    with RunLock(directory) as lock:
+    with RunLock(directory) as lock, cpu_threads(recipe.runtime.threads):
         resuming = look_at_directory(directory, resume, lock)
         recipe = resolve_recipe(recipe, resumed_recipe(directory) if resuming else None)
         adapter = model or recipe.model.build()
@@ -66,6 +68,8 @@ def train_on_ray(
         check_ranks(recipe, Ranks(0, recipe.launch.processes, CPU, grouped=True))
         dataset = load_data(recipe, data)
         checkpoint = latest_checkpoint(directory) if resuming else None
+        if checkpoint is not None:
+            check_recipe(recipe, checkpoint)
         if checkpoint is not None and checkpoint_cycle(checkpoint) >= recipe.train.cycles:
             return Trained(directory, recipe, checkpoint_cycle(checkpoint), 0)
         placement, timeline = place_recipe(recipe), Timeline(directory / TIMELINE)
@@ -118,8 +122,18 @@ def run_cycles(
         done = train_cycles(executor, cycles, k, recipe.cycle, hooks, stop)
         if done > start or start == 0:
             saver.save(done)
+    executor.timeline.write()
     executor.leave()
     return Trained(Path(recipe.run_dir), recipe, done, done - start)
+
+
+def check_recipe(recipe: Recipe, checkpoint: Path) -> None:
+    """Raise UserError where a recipe has changed since a checkpoint, before anything is started.
+
+    What the data is, the processes find out.
+    """
+    saved = {k: v for k, v in read_fingerprint(checkpoint).items() if k != "data.sha256"}
+    check_fingerprint(saved, fingerprint(recipe), checkpoint)
 
 
 def place_recipe(recipe: Recipe) -> Placement:
@@ -128,6 +142,24 @@ def place_recipe(recipe: Recipe) -> Placement:
     groups = groups_of(recipe.placement, recipe.roles)
     workers = rollout_workers(recipe.rollout.workers, groups, recipe.method.build(), bundles)
     return place(recipe.placement, recipe.roles, bundles, workers, recipe.runtime.device)
+
+
+def put(name: str, value: object) -> Any:
+    """Put something of the caller's where all processes can get it; its reference, or None.
+
+    Raises:
+        UserError: where it cannot be sent to another process.
+    """
+    if value is None:
+        return None
+    try:
+        return ray.put(value)
+    except (TypeError, AttributeError, pickle.PicklingError) as error:
+        reason = str(error).splitlines()[0]
+        raise UserError(
+            f"{name}: {type(value).__name__} cannot be sent to the processes of a run on Ray: "
+            f"{reason}; leave open files, locks, generators and the like out of it"
+        ) from error
 
 
 @final
@@ -141,7 +173,7 @@ class ShippedFromCaller:
     @classmethod
     def of(cls, model: Model | None, data: Dataset | None) -> ShippedFromCaller:
         """Put it where all processes can get it, once."""
-        return cls(*(None if value is None else ray.put(value) for value in (model, data)))
+        return cls(put("model", model), put("data", data))
 
 
 def start_groups(
@@ -187,7 +219,13 @@ def agree(groups: Mapping[str, TrainerGroup], checkpoint: Path | None, recipe: R
             recipe has changed since the checkpoint; or naming what no group has read of it.
     """
     reports = {name: group.report for name, group in groups.items()}
-    check_agreement(reports)
+    check_agreement(
+        {
+            f"{name}/{rank}": report
+            for name, group in groups.items()
+            for rank, report in enumerate(group.reports)
+        }
+    )
     found = next(iter(reports.values()))
     if checkpoint is not None:
         check_fingerprint(read_fingerprint(checkpoint), found.fingerprint, checkpoint)
@@ -214,15 +252,22 @@ def check_base(trained: Confirmation | None, held: Mapping[str, Confirmation | N
 
 
 def check_agreement(reports: Mapping[str, Report]) -> None:
-    """Raise UserError with a table unless all groups stand at the same place of the same run."""
-    rows = {name: (r.cycle, r.data_position, digest(r.fingerprint)) for name, r in reports.items()}
+    """Raise UserError with a table unless all stand at the same place of the same run.
+
+    Args:
+        reports: by process.
+    """
+    rows = {
+        name: (r.cycle, r.data_position, r.read[:12], digest(r.fingerprint))
+        for name, r in reports.items()
+    }
     if len(set(rows.values())) <= 1:
         return
-    width = max(len("group"), *map(len, rows))
-    lines = [f"{'group':<{width}}  cycle  samples taken  fingerprint"]
+    width = max(len("process"), *map(len, rows))
+    lines = [f"{'process':<{width}}  cycle  samples taken  checkpoint    recipe and data"]
     lines += [
-        f"{name:<{width}}  {cycle:>5}  {position:>13}  {mark}"
-        for name, (cycle, position, mark) in rows.items()
+        f"{name:<{width}}  {cycle:>5}  {position:>13}  {read or '-':<12}  {mark}"
+        for name, (cycle, position, read, mark) in rows.items()
     ]
     raise UserError(
         "the trainer groups do not stand at the same place of the same run, so it cannot go on:\n"

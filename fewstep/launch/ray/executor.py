@@ -7,6 +7,8 @@ from dataclasses import replace
 from functools import partial
 from typing import Any, final
 
+import torch
+
 from fewstep.config import Recipe
 from fewstep.launch.ray.group import TrainerGroup
 from fewstep.launch.ray.pool import Ordered, RolloutPool, Take
@@ -65,8 +67,12 @@ class GroupExecutor:
         self.wake(group)
         result = group.run_phase(request, given, versions)
         if self._may_be_old(request):
-            behind = self.version - self._orders[request.cycle, request.rollout].version
-            result = replace(result, metrics={**result.metrics, "staleness": behind})
+            behind = self.version - torch.cat(self._orders[request.cycle, request.rollout].versions)
+            staleness = {
+                "staleness": float(behind.double().mean()),
+                "staleness_most": int(behind.max()),
+            }
+            result = replace(result, metrics={**result.metrics, **staleness})
         if request.role == STUDENT:
             self.version = int(result.metrics["updates"])
             # Before any other group takes this one's place on the accelerators.
@@ -146,7 +152,8 @@ class GroupExecutor:
         """Ask for all samples of a cycle that were not asked for, and for what goes ahead."""
         self._orders = {key: o for key, o in self._orders.items() if key[0] >= cycle}
         wanted = [(cycle, name) for name in self._rollouts(cycle, ahead=False)]
-        if self._runs_ahead and cycle < self._recipe.train.cycles:
+        if self._runs_ahead:
+            # After the last cycle too: a run that is extended goes on as if it had never ended.
             wanted += [(cycle + 1, name) for name in self._rollouts(cycle + 1, ahead=True)]
         missing = [key for key in wanted if key not in self._orders]
         if not missing or self._pool is None:

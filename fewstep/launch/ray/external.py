@@ -22,7 +22,7 @@ class ExternalData:
         cycle: whose samples these are.
         rollout: name of the phase whose student samples they are, or belong to.
         rank: of the group that they are for.
-        version: student updates that the weights behind the samples have seen.
+        versions: student updates that the weights behind each sample have seen, int64 [b].
         sample_ids: int64 [b].
         tensors: by name, each [b, ...].
     """
@@ -30,14 +30,15 @@ class ExternalData:
     cycle: int
     rollout: str
     rank: int
-    version: int
+    versions: Tensor
     sample_ids: Tensor
     tensors: Mapping[str, Tensor]
 
     @property
     def nbytes(self) -> int:
         """Bytes of its tensors."""
-        return sum(t.numel() * t.element_size() for t in (self.sample_ids, *self.tensors.values()))
+        held = (self.versions, self.sample_ids, *self.tensors.values())
+        return sum(t.numel() * t.element_size() for t in held)
 
 
 @final
@@ -69,10 +70,12 @@ def check_external(found: ExternalData, expected: Expected) -> None:
         for what in ("cycle", "rollout", "rank")
         if getattr(found, what) != getattr(expected, what)
     ]
-    if found.version not in expected.versions:
+    seen = sorted(set(found.versions.tolist()))
+    if len(found.versions) != len(expected.sample_ids) or set(seen) - set(expected.versions):
         wanted = f"{expected.versions.start} to {expected.versions.stop - 1}"
         wrong.append(
-            f"the samples are those of a student after {found.version} updates, wanted {wanted}"
+            f"{len(found.versions)} samples are those of a student after "
+            f"{', '.join(map(str, seen))} updates, wanted {wanted}"
         )
     if found.sample_ids.dtype != torch.int64 or not torch.equal(
         found.sample_ids, expected.sample_ids.cpu()

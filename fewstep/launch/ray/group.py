@@ -27,10 +27,10 @@ class TrainerGroup:
         name: of the group.
         roles: that it holds.
         awake: whether its weights are on the accelerators.
-        report: what its ranks agreed on when they were set up.
+        reports: what each of its ranks has found when it was set up.
     """
 
-    report: Report
+    reports: list[Report]
 
     def __init__(
         self,
@@ -68,16 +68,21 @@ class TrainerGroup:
         """Call a method of all ranks with the same arguments; what each has given, by rank."""
         return self._gather(method, [self._call(a, method, *arguments) for a in self._actors])
 
-    def set_up(self, model: Any, dataset: Any, checkpoint: Path | None) -> Report:
-        """Build the workers; what all ranks have found alike.
+    @property
+    def report(self) -> Report:
+        """What its first rank has found."""
+        return self.reports[0]
+
+    def set_up(self, model: Any, dataset: Any, checkpoint: Path | None) -> list[Report]:
+        """Build the workers; what each rank has found.
 
         Args:
             model: reference of a model of the caller's, or None.
             dataset: the same of a data set.
             checkpoint: to go on from.
         """
-        self.report = self.call("set_up", self.roles, model, dataset, checkpoint)[0]
-        return self.report
+        self.reports = self.call("set_up", self.roles, model, dataset, checkpoint)
+        return self.reports
 
     def base(self) -> Confirmation | None:
         """The frozen base that its roles rest on, by its checksum; None where there is none."""

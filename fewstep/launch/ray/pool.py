@@ -10,6 +10,7 @@ from typing import Any, final
 
 import ray
 import torch
+from torch import Tensor
 
 from fewstep.config import Recipe
 from fewstep.errors import TrainingError
@@ -41,20 +42,26 @@ class Ordered:
     Attributes:
         cycle: of the phase.
         name: of the phase.
-        version: student updates that the weights behind them have seen.
-        replies: references of what the workers say of it.
         data: references of the `ExternalData`.
-        collected: whether all of it is there.
-        makers: the workers that were asked, by rank of the trainers.
+        versions: student updates that the weights behind them have seen, by rank int64 [b], once
+            all of it is there.
+        replies: references of what the workers say of it.
+        makers: the workers that were asked.
+        first: number of the worker that makes those of rank 0; the next makes those of rank 1.
     """
 
     cycle: int
     name: str
-    version: int
-    replies: list[Any]
     data: list[Any]
-    collected: bool = False
+    versions: list[Tensor] = field(default_factory=list)
+    replies: list[Any] = field(default_factory=list)
     makers: list[Any] = field(default_factory=list)
+    first: int = 0
+
+    @property
+    def collected(self) -> bool:
+        """Whether all of it is there."""
+        return bool(self.versions)
 
 
 @final
@@ -90,6 +97,7 @@ class RolloutPool:
         self._timeout = float(recipe.launch.timeout_seconds)
         self._last_loss = ""
         self._open: list[Ordered] = []
+        self._next = 0
         self._actors = cluster.start(RolloutProcess, seats, lambda seat: (seat.rank, recipe))
         self._set_up(range(len(seats)))
         self.awake = True
@@ -104,7 +112,9 @@ class RolloutPool:
     def order(self, cycle: int, name: str, size: int) -> Ordered:
         """Ask for the samples of a phase, for trainers of `size` ranks; does not wait."""
         replies, data, makers = ([None] * size for _ in range(3))
-        ordered = Ordered(cycle, name, self.version, replies, data, makers=makers)
+        ordered = Ordered(cycle, name, data, replies=replies, makers=makers, first=self._next)
+        # All take part, though there may be more of them than ranks.
+        self._next = (self._next + size) % len(self._actors)
         for rank in range(size):
             self._send(ordered, rank)
         # What no phase has wanted in the end must not be kept.
@@ -130,14 +140,15 @@ class RolloutPool:
             if not ordered.collected:
                 if self._replaced(ordered):  # elsewhere, and not asked since
                     self._ask_again(ordered.cycle, push)
-                makers = [self._maker(rank) for rank in range(len(ordered.replies))]
+                makers = [self._maker(ordered, rank) for rank in range(len(ordered.replies))]
                 if lost := self._lost(list(zip(makers, ordered.replies, strict=True)), what):
                     self._restart(lost)
                     self._ask_again(ordered.cycle, push)
                     continue
-                for reply in self._gather(what, makers, ordered.replies):
+                replies = self._gather(what, makers, ordered.replies)
+                for reply in replies:
                     self._spans(reply.spans)
-                ordered.collected = True
+                ordered.versions = [reply.value for reply in replies]
             return ordered.data
         raise self._too_often(what)
 
@@ -201,7 +212,7 @@ class RolloutPool:
             self.awake = True
 
     def _send(self, ordered: Ordered, rank: int) -> None:
-        actor, size = self._actors[self._maker(rank)], len(ordered.replies)
+        actor, size = self._actors[self._maker(ordered, rank)], len(ordered.replies)
         ordered.makers[rank] = actor
         ordered.replies[rank], ordered.data[rank] = actor.generate.options(num_returns=2).remote(
             ordered.cycle, ordered.name, rank, size
@@ -212,12 +223,12 @@ class RolloutPool:
         return [
             rank
             for rank, actor in enumerate(ordered.makers)
-            if actor is not self._actors[self._maker(rank)] and not ordered.collected
+            if actor is not self._actors[self._maker(ordered, rank)] and not ordered.collected
         ]
 
-    def _maker(self, rank: int) -> int:
+    def _maker(self, ordered: Ordered, rank: int) -> int:
         """Which worker makes the samples of a rank."""
-        return rank % len(self._actors)
+        return (ordered.first + rank) % len(self._actors)
 
     def _lost(self, calls: Sequence[tuple[int, Any]], what: str) -> list[int]:
         """Wait for calls of workers; which of these have died, or have not answered in time.
@@ -257,7 +268,6 @@ class RolloutPool:
         self.deliver(push)
         for ordered in self._open:
             for rank in self._replaced(ordered):
-                ordered.version = self.version
                 self._send(ordered, rank)
 
     def _restart(self, lost: Sequence[int]) -> None:

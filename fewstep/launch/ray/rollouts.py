@@ -84,8 +84,9 @@ class RolloutProcess:
                 if p.count
             ]
         ids, tensors = batch.sample_ids.cpu(), {"x0": torch.cat(x0)}
-        found = ExternalData(cycle, name, rank, self._version, ids, tensors)
-        return Reply(None, tuple(spans)), found
+        versions = torch.full_like(ids, self._version)
+        found = ExternalData(cycle, name, rank, versions, ids, tensors)
+        return Reply(versions, tuple(spans)), found
 
     def _make(self, batch: Batch, draw: Draw) -> Tensor:
         rollout = self._method.rollout(self._model, batch, draw, self._dtype)

@@ -33,6 +33,7 @@ from fewstep.parallel.ranks import share
 from fewstep.training.metrics import logger
 
 AHEAD = "rollouts.safetensors"
+VERSIONS = "versions"
 
 
 @final
@@ -152,7 +153,8 @@ def pack_ahead(ahead: list[Ordered]) -> bytes:
     tensors = {}
     for ordered in ahead:
         parts: list[ExternalData] = ray.get(ordered.data)
-        key = f"{ordered.cycle}/{ordered.version}/{ordered.name}"
+        key = f"{ordered.cycle}/{ordered.name}"
+        tensors[f"{key}:{VERSIONS}"] = torch.cat([part.versions for part in parts])
         for name in parts[0].tensors:
             tensors[f"{key}:{name}"] = torch.cat([part.tensors[name] for part in parts])
     return save(tensors)
@@ -175,17 +177,19 @@ def unpack_ahead(checkpoint: Path, size: int) -> list[Ordered]:
     for path, tensor in tensors.items():
         key, _, name = path.rpartition(":")
         by_order.setdefault(key, {})[name] = tensor
-    found = []
-    for key, whole in by_order.items():
-        cycle, version, rollout = key.split("/", 2)
-        count = len(next(iter(whole.values())))
-        ordered = Ordered(int(cycle), rollout, int(version), [None] * size, [], collected=True)
-        for rank in range(size):
-            mine = share(count, size, rank)
-            ids = torch.arange(mine.start, mine.stop)
-            part = {name: tensor[mine.start : mine.stop] for name, tensor in whole.items()}
-            ordered.data.append(
-                ray.put(ExternalData(int(cycle), rollout, rank, int(version), ids, part))
-            )
-        found.append(ordered)
-    return found
+    return [_unpack(key, whole, size) for key, whole in by_order.items()]
+
+
+def _unpack(key: str, whole: dict[str, torch.Tensor], size: int) -> Ordered:
+    cycle, _, rollout = key.partition("/")
+    versions = whole.pop(VERSIONS)
+    ordered = Ordered(int(cycle), rollout, [])
+    for rank in range(size):
+        mine = share(len(versions), size, rank)
+        rows = slice(mine.start, mine.stop)
+        part = {name: tensor[rows].clone() for name, tensor in whole.items()}
+        ids = torch.arange(mine.start, mine.stop)
+        data = ExternalData(int(cycle), rollout, rank, versions[rows].clone(), ids, part)
+        ordered.data.append(ray.put(data))
+        ordered.versions.append(data.versions)
+    return ordered

@@ -15,7 +15,9 @@ from typing import Any, final
 import ray
 import torch
 
+from fewstep import files
 from fewstep.checkpoint import (
+    MANIFEST,
     Background,
     hold_part,
     load_checkpoint,
@@ -62,6 +64,7 @@ class Report:
         cycle: the last one that its weights have seen.
         data_position: samples taken from the data so far.
         fingerprint: what must not change between a run and its resume.
+        read: mark of the checkpoint that was read, by its content; "" where there is none.
         student_updates: that the student's weights have seen; None where it lives elsewhere.
         reference: moments of the teacher's samples, where the teacher is here.
         tensors: names of its tensors as in a checkpoint.
@@ -71,6 +74,7 @@ class Report:
     cycle: int
     data_position: int
     fingerprint: Mapping[str, Any]
+    read: str
     student_updates: int | None
     reference: Mapping[str, float] | None
     tensors: Sequence[str]
@@ -148,12 +152,13 @@ class TrainerProcess:
             teacher = None if checkpoint else load_weights(recipe, model, self._ranks)
             self._worker = build_worker(recipe, model, data, teacher, self._ranks, roles)
         check_network(self._worker.roles, recipe.seed)
-        left, cycle = [], 0
+        left, cycle, read = [], 0, ""
         if checkpoint is not None:
             into = partial(self._worker.empty_state, partial=True)
             state = load_checkpoint(checkpoint, into, self._ranks, partial=True)
             self._worker.load_state_dict(state, partial=True)
             left = unread(checkpoint, self._worker.state_dict())
+            read = files.digest(checkpoint / MANIFEST)
             cycle = int(state["cycle"])
         self._behind = Background(self._ranks, recipe.launch.timeout_seconds)
         self._offload = Offload(
@@ -165,6 +170,7 @@ class TrainerProcess:
             cycle,
             cycle * recipe.train.batch_size,
             run_fingerprint(recipe, self._worker),
+            read,
             student.successful if student is not None else None,
             teacher_statistics(run) if TEACHER_SCORE in self._worker.roles else None,
             tensor_paths(self._worker.state_dict()),
