@@ -70,7 +70,6 @@ def model(tmp_path: Path) -> Iterator[Faulty]:
     [
         ("raise", 200, rf"rank 1, cycle 3, {PHASE}: ValueError: this rank is broken"),
         ("kill", 200, rf"rank 1, cycle 3, {PHASE}: the process has died: .*connection error"),
-        ("spin", 10, rf"rank 0, cycle 3, {PHASE}: trainer/1 did not answer within 10 s \(launch\."),
         ("stop", 10, rf"rank 0, cycle 3, {PHASE}: trainer/1 did not answer within 10 s \(launch\."),
     ],
 )

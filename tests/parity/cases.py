@@ -32,7 +32,7 @@ from fewstep.parallel.ranks import join
 from fewstep.run import Run
 from fewstep.training.loop import StopRequest
 
-CYCLES = 10
+CYCLES = 5
 OPTIMIZER = {"lr": 0.01, "betas": [0.5, 0.9], "clip_norm": 0.5}
 COMMON: dict[str, Any] = {
     "seed": 3,
