@@ -106,14 +106,7 @@ class GroupExecutor:
 
     def wake(self, group: TrainerGroup) -> None:
         """Let a group take the accelerators, all others giving them up first."""
-        if not self._recipe.placement.offload:
-            return
-        for other in self.groups.values():
-            if other is not group:
-                other.sleep(self._cycle)
-        if self._pool is not None and self._recipe.rollout.schedule == "sync":
-            self._pool.sleep(self._cycle)
-        group.wake(self._cycle)
+        self._let_in(group, beside_rollouts=self._runs_ahead)
 
     def leave(self) -> None:
         """Let the ranks of every group take leave of each other."""
@@ -197,17 +190,18 @@ class GroupExecutor:
 
     def _push(self, role: str, take: Take) -> Confirmation:
         group = self._group_of(role)
-        self.wake_for_push(group)
+        self._let_in(group, beside_rollouts=True)  # they take its weights
         bucket = self._recipe.rollout.bucket_mib
         return group.push(role, bucket, self._cycle, self.version, take)
 
-    def wake_for_push(self, group: TrainerGroup) -> None:
-        """Let a group be on the accelerators beside the rollout workers, which take its weights."""
+    def _let_in(self, group: TrainerGroup, beside_rollouts: bool) -> None:
         if not self._recipe.placement.offload:
             return
         for other in self.groups.values():
             if other is not group:
                 other.sleep(self._cycle)
+        if self._pool is not None and not beside_rollouts:
+            self._pool.sleep(self._cycle)
         group.wake(self._cycle)
 
     def _may_be_old(self, request: PhaseRequest) -> bool:
