@@ -6,6 +6,7 @@ import copy
 import os
 import shutil
 import subprocess
+import sys
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
@@ -44,6 +45,7 @@ ROLES = ("student", "fake_score", "teacher_score")
 
 BuildRoles = Callable[..., Roles]
 MakeRecipe = Callable[..., Recipe]
+RunCommand = Callable[..., tuple[int, str, str]]
 # Logical accelerators of the tests' Ray cluster.
 WORKERS = 2
 
@@ -297,3 +299,25 @@ def nothing_left(cluster: None) -> Iterator[Callable[[], dict[str, Any]]]:
     while (found := left_over()) and time.monotonic() < end:
         time.sleep(0.1)
     assert not found
+
+
+@pytest.fixture
+def fewstep(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> RunCommand:
+    """Run the command in this process: exit code, standard output, standard error."""
+    from fewstep import cli
+
+    def run(*arguments: object) -> tuple[int, str, str]:
+        monkeypatch.setattr(sys, "argv", ["fewstep", *map(str, arguments)])
+        monkeypatch.setattr(cli, "console", cli.Console(width=300))
+        monkeypatch.setattr(cli, "errors", cli.Console(width=300, stderr=True))
+        code: object = 0
+        try:
+            cli.main()
+        except SystemExit as exit_:
+            code = exit_.code or 0
+        out, err = capsys.readouterr()
+        assert "Traceback" not in out + err
+        assert isinstance(code, int)
+        return code, out, err
+
+    return run

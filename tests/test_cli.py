@@ -27,27 +27,6 @@ NETWORK = (
 RunCommand = Callable[..., tuple[int, str, str]]
 
 
-@pytest.fixture
-def fewstep(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture) -> RunCommand:
-    """Run the command in this process: exit code, standard output, standard error."""
-
-    def run(*arguments: object) -> tuple[int, str, str]:
-        monkeypatch.setattr(sys, "argv", ["fewstep", *map(str, arguments)])
-        monkeypatch.setattr(cli, "console", cli.Console(width=300))
-        monkeypatch.setattr(cli, "errors", cli.Console(width=300, stderr=True))
-        code: object = 0
-        try:
-            cli.main()
-        except SystemExit as exit_:
-            code = exit_.code or 0
-        out, err = capsys.readouterr()
-        assert "Traceback" not in out + err
-        assert isinstance(code, int)
-        return code, out, err
-
-    return run
-
-
 @pytest.fixture(scope="module")
 def project(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A folder with a trained teacher and two students, made by the command itself."""

@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 
-from fewstep import cli
 from fewstep.checkpoint import (
     latest_checkpoint,
     load_checkpoint,
@@ -22,6 +20,7 @@ from fewstep.checkpoint import (
 from fewstep.launch.local import train
 
 Inspect = Callable[[Path], tuple[int, str, str]]
+RunCommand = Callable[..., tuple[int, str, str]]
 
 pytestmark = pytest.mark.usefixtures("no_sync")
 
@@ -33,23 +32,9 @@ def checkpoint(make_recipe) -> Path:
 
 
 @pytest.fixture
-def inspect(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture) -> Inspect:
+def inspect(fewstep: RunCommand) -> Inspect:
     """Run `fewstep inspect`: exit code, standard output, standard error."""
-
-    def run(target: Path) -> tuple[int, str, str]:
-        monkeypatch.setattr(sys, "argv", ["fewstep", "inspect", str(target)])
-        monkeypatch.setattr(cli, "console", cli.Console(width=300))
-        monkeypatch.setattr(cli, "errors", cli.Console(width=300, stderr=True))
-        code: object = 0
-        try:
-            cli.main()
-        except SystemExit as exit_:
-            code = exit_.code or 0
-        out, err = capsys.readouterr()
-        assert isinstance(code, int)
-        return code, out, err
-
-    return run
+    return lambda target: fewstep("inspect", target)
 
 
 def row(out: str, start: str) -> list[str]:

@@ -10,7 +10,6 @@ from typing import Any
 
 import pytest
 
-from fewstep import cli
 from fewstep.config import Recipe
 from fewstep.methods.dmd2 import DMD2
 from fewstep.plan import Step, cycle_steps
@@ -271,24 +270,9 @@ def test_validation_and_saving_come_when_due(make_recipe, kind, saver) -> None:
 
 
 @pytest.fixture
-def plan(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture) -> RunPlan:
+def plan(fewstep: RunPlan) -> RunPlan:
     """Run `fewstep plan` on the digits' student: exit code, standard output, standard error."""
-
-    def run(*overrides: str) -> tuple[int, str, str]:
-        recipe = ROOT / "recipes/digits/student.yaml"
-        monkeypatch.setattr(sys, "argv", ["fewstep", "plan", str(recipe), *overrides])
-        monkeypatch.setattr(cli, "console", cli.Console(width=300))
-        monkeypatch.setattr(cli, "errors", cli.Console(width=300, stderr=True))
-        code: object = 0
-        try:
-            cli.main()
-        except SystemExit as exit_:
-            code = exit_.code or 0
-        out, err = capsys.readouterr()
-        assert isinstance(code, int)
-        return code, out, err
-
-    return run
+    return lambda *overrides: fewstep("plan", ROOT / "recipes/digits/student.yaml", *overrides)
 
 
 def step_rows(out: str) -> list[str]:
