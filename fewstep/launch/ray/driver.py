@@ -79,8 +79,7 @@ def train_on_ray(
             report = agree(groups, checkpoint, recipe)
             pool = start_pool(cluster, placement, recipe, caller, checkpoint, timeline)
             if pool is not None:
-                student = next(group for group in groups.values() if STUDENT in group.roles)
-                check_base(student.base(), pool.bases())
+                check_base(groups[placement.group_of(STUDENT)].base(), pool.bases())
             ahead = unpack_ahead(checkpoint, recipe.launch.processes) if checkpoint else []
             executor = GroupExecutor(
                 recipe, groups, pool, timeline, report.student_updates or 0, ahead

@@ -10,6 +10,7 @@ from typing import Any, final
 import torch
 
 from fewstep.config import Recipe
+from fewstep.grouping import group_of, scoring_group
 from fewstep.launch.ray.group import TrainerGroup
 from fewstep.launch.ray.pool import Ordered, RolloutPool, Take
 from fewstep.roles.role import STUDENT
@@ -55,6 +56,7 @@ class GroupExecutor:
         """
         self._recipe, self._method = recipe, recipe.method.build()
         self.groups, self._pool, self.timeline = dict(groups), pool, timeline
+        self._placed = {name: group.roles for name, group in groups.items()}
         self.version = version
         self._orders = {(o.cycle, o.name): o for o in ahead}
         self._cycle = 0
@@ -63,7 +65,7 @@ class GroupExecutor:
         """See `Executor.run_phase`."""
         self._cycle = request.cycle
         group = self._group_of(request.role)
-        given, versions = self._given(request, group)
+        given, versions = self._given(request)
         self.wake(group)
         result = group.run_phase(request, given, versions)
         if self._may_be_old(request):
@@ -120,15 +122,12 @@ class GroupExecutor:
             self._collect(ordered)
         return found
 
-    def _given(
-        self, request: PhaseRequest, group: TrainerGroup
-    ) -> tuple[Sequence[Any] | None, range]:
-        """By rank, what a phase needs of roles that are not in its group; and how old it may be."""
+    def _given(self, request: PhaseRequest) -> tuple[Sequence[Any] | None, range]:
+        """By rank, what a phase needs of roles in other groups; and how old it may be."""
         now = range(self.version, self.version + 1)
-        scorers = self._method.scored_by.get(request.role, ())
-        if not set(scorers) <= set(group.roles):
-            samples = self._samples(request)
-            scorer = next(g for g in self.groups.values() if set(scorers) <= set(g.roles))
+        scoring = scoring_group(self._placed, self._method, request.role)
+        if scoring is not None:
+            samples, scorer = self._samples(request), self.groups[scoring]
             self.wake(scorer)
             return scorer.score(request, samples, now), now
         if self._pool is None or request.role == STUDENT:
@@ -162,9 +161,10 @@ class GroupExecutor:
     def _rollouts(self, cycle: int, ahead: bool) -> list[str]:
         """The samples of a cycle that rollout workers make; `ahead`: those that may be old."""
         found = []
+        scores_itself = scoring_group(self._placed, self._method, STUDENT) is None
         k = self._method.fake_updates_per_student
         for request in plan_cycle(cycle, k, self._recipe.cycle):
-            own = request.role == STUDENT and self._scores_itself
+            own = request.role == STUDENT and scores_itself
             old = request.role in self._method.stale_samples
             if not own and (old or not ahead):
                 found.append(request.rollout)
@@ -212,10 +212,5 @@ class GroupExecutor:
     def _runs_ahead(self) -> bool:
         return self._recipe.rollout.schedule == "async"
 
-    @property
-    def _scores_itself(self) -> bool:
-        scorers = self._method.scored_by.get(STUDENT, ())
-        return set(scorers) <= set(self._group_of(STUDENT).roles)
-
     def _group_of(self, role: str) -> TrainerGroup:
-        return next(group for group in self.groups.values() if role in group.roles)
+        return self.groups[group_of(self._placed, role)]

@@ -38,7 +38,7 @@ class ExternalData:
     def nbytes(self) -> int:
         """Bytes of its tensors."""
         held = (self.versions, self.sample_ids, *self.tensors.values())
-        return sum(t.numel() * t.element_size() for t in held)
+        return sum(t.nbytes for t in held)
 
 
 @final

@@ -165,7 +165,8 @@ class RolloutPool:
             def take(portion: Any, calls: list[tuple[int, Any]] = calls) -> None:
                 # One portion on its way at a time: a whole student need not fit into the store.
                 before = [ref for _, ref in calls[-len(self._actors) :]]
-                ray.wait(before, num_returns=len(before), timeout=self._timeout) if before else None
+                if before:
+                    ray.wait(before, num_returns=len(before), timeout=self._timeout)
                 calls.extend((i, self._actors[i].load_weights.remote(portion)) for i in everyone)
 
             sent = push(take)

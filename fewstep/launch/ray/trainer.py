@@ -8,7 +8,7 @@ from collections.abc import Callable, Collection, Mapping, Sequence
 from concurrent.futures import Future
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, replace
-from functools import cached_property, partial
+from functools import partial
 from pathlib import Path
 from typing import Any, final
 
@@ -25,6 +25,7 @@ from fewstep.checkpoint import (
     tensor_paths,
     unread,
     write_held,
+    write_part,
 )
 from fewstep.checkpoint.peers import Peers
 from fewstep.config import Recipe
@@ -107,7 +108,7 @@ class TrainerProcess:
         self._rank, self._size, self._recipe = rank, size, recipe
         self._place: MeetingPlace | None = None
         self._buckets: dict[str, list[list[str]]] = {}
-        # Rank 0 of the driver's side speaks to the user.
+        # The driver speaks to the user.
         logging.getLogger("fewstep").setLevel(logging.ERROR)
         torch.set_num_threads(recipe.runtime.threads or torch.get_num_threads())
 
@@ -157,9 +158,13 @@ class TrainerProcess:
             into = partial(self._worker.empty_state, partial=True)
             state = load_checkpoint(checkpoint, into, self._ranks, partial=True)
             self._worker.load_state_dict(state, partial=True)
-            left = unread(checkpoint, self._worker.state_dict())
             read = files.digest(checkpoint / MANIFEST)
             cycle = int(state["cycle"])
+        held = self._worker.state_dict()  # once: FSDP1 puts every tensor together for it
+        tensors = tensor_paths(held)
+        if checkpoint is not None:
+            left = unread(checkpoint, held)
+        del held
         self._behind = Background(self._ranks, recipe.launch.timeout_seconds)
         self._offload = Offload(
             self._ranks.device, lambda: held_tensors(self._worker.roles, self._worker.sharding)
@@ -173,7 +178,7 @@ class TrainerProcess:
             read,
             student.successful if student is not None else None,
             teacher_statistics(run) if TEACHER_SCORE in self._worker.roles else None,
-            tensor_paths(self._worker.state_dict()),
+            tensors,
             left,
         )
 
@@ -213,7 +218,9 @@ class TrainerProcess:
         """Score student samples for a phase of a later group (see `Worker.score`)."""
         spans: list[Span] = []
         with self._timed(spans, f"score {request.name}", "score", request.cycle):
-            request = self._take(request, given, versions, {"x0": self._sample_spec}, spans)
+            roles = self._worker.roles
+            x0 = {"x0": TensorSpec(roles.model.sample_shape, roles.dtype)}
+            request = self._take(request, given, versions, x0, spans)
             found = {key: value.cpu() for key, value in self._worker.score(request).items()}
         return Reply(None, tuple(spans)), replace(given, tensors=found)
 
@@ -242,13 +249,12 @@ class TrainerProcess:
         with self._timed(spans, "save", "save", cycle):
             state, left = self._worker.state_dict(), set(skipped)
             paths = [path for path in tensor_paths(state) if path not in left]
-            peers = Peers(self._ranks)
-            held = hold_part(draft, part, state, paths, peers, copies=behind)
             if behind:
+                held = hold_part(draft, part, state, paths, Peers(self._ranks), copies=True)
                 self._files = self._behind.submit(lambda own: write_held(draft, part, held, own))
             else:
                 self._files = Future()
-                self._files.set_result(write_held(draft, part, held, peers))
+                self._files.set_result(write_part(draft, part, state, paths, self._ranks))
         return Reply(plain_state(state), tuple(spans))
 
     def is_written(self) -> bool:
@@ -305,7 +311,7 @@ class TrainerProcess:
                 return Reply(None, tuple(spans)), {}
             for name, tensor in tensors.items():
                 self._checksum.add(name, tensor)
-        size = sum(t.numel() * t.element_size() for t in tensors.values())
+        size = sum(t.nbytes for t in tensors.values())
         last = portion + 1 == len(self._buckets[role])
         sent = self._checksum.confirmation(version) if last else None
         return Reply(sent, tuple(replace(s, bytes=size) for s in spans)), pack(tensors)
@@ -313,11 +319,6 @@ class TrainerProcess:
     def leave(self) -> None:
         """Take leave of the other ranks."""
         dissolve()
-
-    @cached_property
-    def _sample_spec(self) -> TensorSpec:
-        roles = self._worker.roles
-        return TensorSpec(roles.model.sample_shape, roles.dtype)
 
     def _take(
         self,
@@ -343,7 +344,7 @@ class TrainerProcess:
         start = time.time()
         moved = move()
         span = Span(name, self.lane, "offload", cycle, start, moved.seconds, moved.bytes)
-        return Reply(self._offload.resident_bytes, (span,))
+        return Reply(None, (span,))
 
     def _timed(
         self, spans: list[Span], name: str, kind: Kind, cycle: int, size: int = 0
