@@ -21,8 +21,9 @@ from fewstep.checkpoint import (
     read_best,
 )
 from fewstep.config import Recipe, load_recipe
-from fewstep.data.batches import BatchSource, ConditionBatches, DataBatches
+from fewstep.data.batches import batch_source
 from fewstep.data.dataset import Dataset
+from fewstep.data.items import Items
 from fewstep.errors import UserError
 from fewstep.methods.method import Method, SamplerSpec
 from fewstep.models import ModelSettings
@@ -278,7 +279,7 @@ def open_network(directory: Path, model: Model) -> nn.Module:
 def build_worker(
     recipe: Recipe,
     model: Model,
-    dataset: Dataset | None,
+    dataset: Items | None,
     teacher: Pretrained | None,
     ranks: Ranks = SINGLE,
     roles: Sequence[str] | None = None,
@@ -288,7 +289,7 @@ def build_worker(
     Args:
         recipe: resolved.
         model: the adapter.
-        dataset: real data, for methods that train on it.
+        dataset: what the method trains on, and prompts.
         teacher: the network that all roles start from; None where a checkpoint follows.
         ranks: that share the run.
         roles: those that live here; None: all of the recipe's.
@@ -320,9 +321,8 @@ def build_worker(
     )
     sharding.wrap(storage, names, list(optimizers))
     built = build_roles(recipe, model, storage, names, ranks.device, sharding)
-    batches: BatchSource = ConditionBatches(model.classes, ranks.device)
-    if method.needs_data and dataset is not None:
-        batches = DataBatches(encode_dataset(model, dataset), ranks.device, dtype)
+    items = items_for(recipe, model, dataset)
+    batches = batch_source(items, model.classes, ranks.device, dtype, samples=method.needs_data)
     return Worker(recipe.seed, recipe.train, method, built, batches, sharding)
 
 
@@ -372,21 +372,53 @@ def build_storage(
     return build_shared_base(model, teacher, adapters, recipe.lora)
 
 
-def encode_dataset(model: Model, dataset: Dataset) -> Dataset:
-    """The data as the network sees it; raises UserError where the shapes do not fit."""
-    samples = model.encode(dataset.samples)
-    if tuple(samples.shape[1:]) != tuple(model.sample_shape):
+def items_for(recipe: Recipe, model: Model, given: Items | None) -> Items | None:
+    """The items that a run learns from, as its networks see them; None where it needs none.
+
+    Args:
+        recipe: resolved.
+        model: the adapter; it learns from the items what stands for no prompt.
+        given: the data set, as it was loaded.
+
+    Raises:
+        UserError: where data and network do not fit each other.
+    """
+    if model.prompted != (given is not None and given.prompts is not None):
+        if not model.prompted:
+            raise UserError(f"data.name: {recipe.data.name!r} has prompts, the network takes none")
+        if given is not None or recipe.data.name == "none":
+            raise UserError(
+                f"data.name: {recipe.data.name!r} is given, but the network takes prompts"
+            )
+    if given is None:
+        return None
+    if given.unconditional:
+        model.take_unconditional(given.unconditional)
+    if not recipe.method.build().needs_data:
+        return given
+    if not given.has_samples:
         raise UserError(
-            f"data: samples have shape {tuple(samples.shape[1:])}, the network takes "
-            f"{tuple(model.sample_shape)}"
+            f"data: method {recipe.method.name!r} trains on samples, and these are prompts alone"
         )
+    if isinstance(given, Dataset):
+        given = Dataset(model.encode(given.samples), given.labels)
+        check_labels_fit(model, given)
+    shape = tuple(given.x0(torch.tensor([0])).shape[1:])
+    if shape != tuple(model.sample_shape):
+        raise UserError(
+            f"data: samples have shape {shape}, the network takes {tuple(model.sample_shape)}"
+        )
+    return given
+
+
+def check_labels_fit(model: Model, dataset: Dataset) -> None:
+    """Raise UserError unless a data set has just the class labels that the network takes."""
     if dataset.labels is not None and model.classes is not None:
         highest = int(dataset.labels.max())
         if highest >= model.classes:
             raise UserError(f"data: label {highest} is too high for {model.classes} classes")
     if (dataset.labels is None) != (model.classes is None):
         raise UserError("data: labels are needed by a class-conditional network, and only there")
-    return Dataset(samples, dataset.labels)
 
 
 @contextmanager

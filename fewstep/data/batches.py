@@ -2,17 +2,16 @@
 
 from __future__ import annotations
 
-import hashlib
 from abc import ABC, abstractmethod
 from collections.abc import Mapping
 from dataclasses import dataclass
-from functools import cached_property, lru_cache
+from functools import lru_cache
 from typing import final
 
 import torch
 from torch import Tensor
 
-from fewstep.data.dataset import Dataset
+from fewstep.data.items import Items
 from fewstep.diffusion.draw import Draw, permutation
 
 
@@ -60,32 +59,36 @@ class BatchSource(ABC):
 @final
 @dataclass(frozen=True)
 class DataBatches(BatchSource):
-    """Clean data with labels, every item once an epoch, in an order keyed by seed and epoch.
+    """Items of a data set, each once an epoch, in an order keyed by seed and epoch.
 
-    Each cycle takes the next `size` items, across the end of an epoch if need be.
+    Each cycle takes the next `size` items, across the end of an epoch if need be. Phases of other
+    names go through the data in orders of their own.
+
+    Attributes:
+        items: the data set.
+        device: of the batches.
+        dtype: of all their entries that are floating point.
+        samples: whether batches hold clean data, or conditions alone.
     """
 
-    dataset: Dataset
+    items: Items
     device: torch.device
     dtype: torch.dtype = torch.float32
-
-    @cached_property
-    def sha256(self) -> str:
-        """Of the samples and labels, hexadecimal."""
-        content = hashlib.sha256()
-        for tensor in (self.dataset.samples, self.dataset.labels):
-            if tensor is not None:
-                content.update(tensor.detach().cpu().numpy().tobytes())
-        return content.hexdigest()
+    samples: bool = True
 
     def batch(self, draw: Draw, size: int, rows: range | None = None) -> Batch:
         """See `BatchSource.batch`."""
         ids = _ids(size, rows, self.device)
-        items = _items(draw.seed, (draw.cycle - 1) * size, size, len(self.dataset))[ids.cpu()]
-        labels = self.dataset.labels
-        condition = {} if labels is None else {"class_labels": labels[items].to(self.device)}
-        x0 = self.dataset.samples[items].to(self.device, self.dtype)
+        stream = "order" if draw.phase == "student" else f"order/{draw.phase}"
+        first, length = (draw.cycle - 1) * size, len(self.items)
+        numbers = _items(draw.seed, stream, first, size, length)[ids.cpu()]
+        condition = {k: self._here(v) for k, v in self.items.condition(numbers).items()}
+        x0 = self._here(self.items.x0(numbers)) if self.samples else None
         return Batch(ids, condition, x0)
+
+    def _here(self, tensor: Tensor) -> Tensor:
+        dtype = self.dtype if tensor.is_floating_point() else tensor.dtype
+        return tensor.to(self.device, dtype)
 
 
 def _ids(size: int, rows: range | None, device: torch.device) -> Tensor:
@@ -93,16 +96,18 @@ def _ids(size: int, rows: range | None, device: torch.device) -> Tensor:
     return torch.arange(rows.start, rows.stop, device=device)
 
 
-def _items(seed: int, first: int, size: int, length: int) -> Tensor:
+def _items(seed: int, stream: str, first: int, size: int, length: int) -> Tensor:
     """Indices of items number `first` to `first + size` of an endless row of epochs: int64."""
     epochs = range(first // length, (first + size - 1) // length + 1)
     start = first - epochs[0] * length
-    return torch.cat([_order(seed, epoch, length) for epoch in epochs])[start : start + size]
+    return torch.cat([_order(seed, stream, epoch, length) for epoch in epochs])[
+        start : start + size
+    ]
 
 
-@lru_cache(maxsize=4)
-def _order(seed: int, epoch: int, length: int) -> Tensor:
-    return permutation(seed, epoch, length)
+@lru_cache(maxsize=16)
+def _order(seed: int, stream: str, epoch: int, length: int) -> Tensor:
+    return permutation(seed, epoch, length, stream)
 
 
 @final
@@ -119,3 +124,25 @@ class ConditionBatches(BatchSource):
         if self.classes is None:
             return Batch(ids, {})
         return Batch(ids, {"class_labels": draw.integers("labels", ids, self.classes)})
+
+
+def batch_source(
+    items: Items | None,
+    classes: int | None,
+    device: torch.device,
+    dtype: torch.dtype,
+    *,
+    samples: bool,
+) -> BatchSource:
+    """Where a run's phases get their samples from; equal in all of its processes.
+
+    Args:
+        items: the data set, if there is one.
+        classes: of the network.
+        device: of the batches.
+        dtype: of their floating-point entries.
+        samples: whether the method needs clean data.
+    """
+    if items is not None and (samples or items.prompts is not None):
+        return DataBatches(items, device, dtype, samples)
+    return ConditionBatches(classes, device)

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import hashlib
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Literal, final
 
 import torch
@@ -10,12 +12,13 @@ from pydantic import Field
 from torch import Tensor
 
 from fewstep.data.digits import load_digits
+from fewstep.data.items import Items
 from fewstep.settings import Settings
 
 
 @final
 @dataclass(frozen=True)
-class Dataset:
+class Dataset(Items):
     """Samples in memory.
 
     Attributes:
@@ -25,6 +28,7 @@ class Dataset:
 
     samples: Tensor
     labels: Tensor | None = None
+    has_samples = True
 
     def __post_init__(self) -> None:
         if len(self.samples) == 0:
@@ -36,6 +40,23 @@ class Dataset:
 
     def __len__(self) -> int:
         return len(self.samples)
+
+    @cached_property
+    def sha256(self) -> str:
+        """Of the samples and labels."""
+        content = hashlib.sha256()
+        for tensor in (self.samples, self.labels):
+            if tensor is not None:
+                content.update(tensor.detach().cpu().numpy().tobytes())
+        return content.hexdigest()
+
+    def condition(self, items: Tensor) -> dict[str, Tensor]:
+        """The class labels, if there are any."""
+        return {} if self.labels is None else {"class_labels": self.labels[items]}
+
+    def x0(self, items: Tensor) -> Tensor:
+        """The samples."""
+        return self.samples[items]
 
 
 @final

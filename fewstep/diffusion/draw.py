@@ -153,7 +153,14 @@ class Draw:
         return (self._digest(f"{stream}/choice") * high) >> 64
 
 
-def permutation(seed: int, epoch: int, length: int) -> Tensor:
-    """The data order of one epoch: a random permutation of range(length), int64, on the CPU."""
-    words = Draw(seed, epoch, "data").words("order", torch.arange(length), 2)[:2, :, 0]
+def permutation(seed: int, epoch: int, length: int, stream: str = "order") -> Tensor:
+    """The data order of one epoch: a random permutation of range(length), int64, on the CPU.
+
+    Args:
+        seed: of the run.
+        epoch: 0, 1, ...
+        length: of the data set.
+        stream: orders of other names are independent of each other.
+    """
+    words = Draw(seed, epoch, "data").words(stream, torch.arange(length), 2)[:2, :, 0]
     return torch.argsort(words[0] * 2**31 + (words[1] >> 1), stable=True)

@@ -89,7 +89,7 @@ def run_fingerprint(recipe: Recipe, worker: Worker) -> dict[str, Any]:
     """What must not change: of the recipe, and of the data that the run trains on."""
     found = fingerprint(recipe)
     if isinstance(worker.batches, DataBatches):
-        found["data.sha256"] = worker.batches.sha256
+        found["data.sha256"] = worker.batches.items.sha256
     return found
 
 

@@ -17,6 +17,8 @@ from torch.utils.weak import WeakTensorKeyDictionary
 from fewstep.diffusion.guidance import guide
 from fewstep.diffusion.paths import Path
 from fewstep.diffusion.prediction import Prediction, PredictionKind
+from fewstep.errors import UserError
+from fewstep.models.encoders import Autoencoder, PromptEncoder
 
 Condition = Mapping[str, Tensor]
 
@@ -86,6 +88,7 @@ class Model(ABC):
         classes: number of classes, or None for an unconditional network.
         supports_guidance: whether there is an unconditional prediction to guide away from.
         guidance_distilled: whether the teacher has guidance distilled into it already.
+        prompted: whether the networks are conditioned on prompts; data are encoded beforehand.
         lora_targets: module names that LoRA adapts by default (suffixes, as PEFT matches them).
     """
 
@@ -95,6 +98,7 @@ class Model(ABC):
     classes: int | None = None
     supports_guidance: bool = False
     guidance_distilled: bool = False
+    prompted: bool = False
     lora_targets: ClassVar[tuple[str, ...]] = ()
 
     @abstractmethod
@@ -141,6 +145,29 @@ class Model(ABC):
             ValueError: where the family has none.
         """
         raise ValueError(f"{type(self).__name__} has no unconditional prediction")
+
+    def take_unconditional(self, condition: Condition) -> None:  # noqa: B027
+        """Be told the condition that stands for none, by the data that a run learns from.
+
+        Args:
+            condition: each entry [...], without a batch's dimension.
+        """
+
+    def prompt_encoder(self, device: torch.device, dtype: torch.dtype) -> PromptEncoder:
+        """What turns prompts into conditions, loaded onto a device.
+
+        Raises:
+            UserError: where the family takes no prompts, or its encoders cannot be loaded.
+        """
+        raise UserError(f"model: {type(self).__name__} takes no prompts")
+
+    def autoencoder(self, device: torch.device, dtype: torch.dtype) -> Autoencoder | None:
+        """What is between images and latents, loaded onto a device; None: networks see images.
+
+        Raises:
+            UserError: where it cannot be loaded.
+        """
+        return None
 
     def student_network(self, teacher: nn.Module) -> nn.Module:
         """The network that student and fake_score start from: a copy of the teacher.
