@@ -193,6 +193,10 @@ def evaluate(
         Literal["auto", "digits", "raw", "inception"],
         typer.Option(help="What images are compared by; auto: the data set's own classifier."),
     ] = "auto",
+    clip: Annotated[
+        str | None,
+        typer.Option(help="A CLIP model (directory or hub id): how images fit their prompts."),
+    ] = None,
     which: Annotated[
         Literal["latest", "best"] | None,
         typer.Option(help="Checkpoint of a run; by default the best, if it was validated."),
@@ -216,7 +220,13 @@ def evaluate(
         console.print(f"{name}: Fréchet distance {row['frechet_distance']:.4g}", highlight=False)
 
     document, images = evaluate_sources(
-        opened, steps=counts, samples=samples, seed=seed, features=features, on_result=report_row
+        opened,
+        steps=counts,
+        samples=samples,
+        seed=seed,
+        features=features,
+        clip=clip,
+        on_result=report_row,
     )
     console.print(evaluation_table(document))
     if out is not None:

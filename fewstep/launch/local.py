@@ -26,7 +26,6 @@ from fewstep.config import Recipe, check_fingerprint, dump_recipe, load_recipe
 from fewstep.data.items import Items
 from fewstep.diffusion.timesteps import few_step_grid
 from fewstep.errors import UserError
-from fewstep.evaluation import Evaluator
 from fewstep.files import saving
 from fewstep.launch.hooks import (
     FINGERPRINT,
@@ -60,7 +59,7 @@ from fewstep.sampling import Samples, cpu_threads, sample_role
 from fewstep.training.loop import StopRequest, train_cycles
 from fewstep.training.metrics import Metrics, logger, open_metrics
 from fewstep.training.worker import Worker
-from fewstep.validation import ValidationSettings, build_evaluator, validation_samples
+from fewstep.validation import Judge, ValidationSettings, build_judge, validation_samples
 
 Resume = bool | Literal["auto"]
 TIMELINE = "timeline.json"
@@ -159,7 +158,7 @@ def train_in_process(
         return run
     # All that may fail comes before the recipe is written, which makes it a run directory.
     reference = teacher_statistics(run) if TEACHER_SCORE in run.roles else None
-    evaluator = open_evaluator(recipe, model, data) if ranks.first else None
+    judge = open_judge(recipe, model, data) if ranks.first else None
     ranks.barrier()  # every rank has looked at the directory as it was
     metrics = open_directory(recipe, start, resume, lock, ranks)
     try:
@@ -169,7 +168,7 @@ def train_in_process(
             return validation_samples(settings, run.roles, run.method.sampler(), items, ranks)
 
         hooks = build_hooks(
-            recipe, start, reference, sample, evaluator, metrics, on_cycle, saver, ranks
+            recipe, start, reference, sample, judge, metrics, on_cycle, saver, ranks
         )
         cycles = range(start + 1, recipe.train.cycles + 1)
         k = worker.method.fake_updates_per_student
@@ -229,8 +228,8 @@ def load_data(recipe: Recipe, given: Items | None) -> Items | None:
     return dataset
 
 
-def open_evaluator(recipe: Recipe, model: Model, given: Items | None) -> Evaluator | None:
-    """What judges a run's samples, if it is validated: against the images of the same prompts.
+def open_judge(recipe: Recipe, model: Model, given: Items | None) -> Judge | None:
+    """What judges a run's samples, if it is validated: by the images of the same prompts.
 
     Raises:
         UserError: where the data needed are not there.
@@ -240,7 +239,7 @@ def open_evaluator(recipe: Recipe, model: Model, given: Items | None) -> Evaluat
         return None
     items = prompts_to_sample(recipe, model, given)
     real = items if items is not None else dataset
-    return build_evaluator(real, model, settings.features, recipe.data.name)
+    return build_judge(settings, real, model, recipe.data.name)
 
 
 def open_directory(
