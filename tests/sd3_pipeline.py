@@ -1,4 +1,4 @@
-"""A tiny but complete Stable Diffusion 3 pipeline with random weights, written as diffusers does."""
+"""A tiny but whole Stable Diffusion 3 pipeline with random weights, as diffusers writes it."""
 
 from __future__ import annotations
 
@@ -136,7 +136,7 @@ def tiny_pipeline(
     first, second, third = clip_tokenizer(), clip_tokenizer(), t5_tokenizer()
     with torch.random.fork_rng(devices=[]):
         torch.default_generator.manual_seed(seed)
-        pipeline = StableDiffusion3Pipeline(
+        return StableDiffusion3Pipeline(
             transformer=SD3Transformer2DModel(**{**TINY_SD3, **(transformer or {})}).eval(),
             scheduler=FlowMatchEulerDiscreteScheduler(**(scheduler or {"shift": 3.0})),
             vae=AutoencoderKL(**{**TINY_VAE, **(vae or {})}).eval(),
@@ -147,7 +147,6 @@ def tiny_pipeline(
             text_encoder_3=t5_encoder(len(third)).eval() if t5 else None,
             tokenizer_3=third if t5 else None,
         )
-    return pipeline
 
 
 def write_tiny_pipeline(
