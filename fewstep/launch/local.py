@@ -146,7 +146,7 @@ def train_in_process(
     model = model or recipe.model.build()
     recipe.method.build().check(model)
     check_ranks(recipe, ranks)
-    dataset = load_data(recipe, data)
+    dataset = load_data(recipe, model, data, ranks)
     with reporting("model: the network cannot be built"):
         teacher = None if resume else load_weights(recipe, model, ranks)
         worker = build_worker(recipe, model, dataset, teacher, ranks)
@@ -158,7 +158,7 @@ def train_in_process(
         return run
     # All that may fail comes before the recipe is written, which makes it a run directory.
     reference = teacher_statistics(run) if TEACHER_SCORE in run.roles else None
-    judge = open_judge(recipe, model, data) if ranks.first else None
+    judge = open_judge(recipe, model, dataset, items) if ranks.first else None
     ranks.barrier()  # every rank has looked at the directory as it was
     metrics = open_directory(recipe, start, resume, lock, ranks)
     try:
@@ -216,29 +216,40 @@ def agreed_signal(ranks: Ranks, own: signal.Signals | None) -> signal.Signals | 
     return signal.Signals(number) if number else None
 
 
-def load_data(recipe: Recipe, given: Items | None) -> Items | None:
+def load_data(
+    recipe: Recipe, model: Model, given: Items | None, ranks: Ranks = SINGLE
+) -> Items | None:
     """The data set of a run, `given` by the caller or loaded as the recipe says.
 
     Raises:
-        UserError: where one is needed and there is none.
+        UserError: where one is needed and there is none, or it is not what it was made from.
     """
-    dataset = given if given is not None else recipe.data.load()
+    if given is None and ranks.first:
+        recipe.data.check(model.encoding())
+    dataset: Items | None = given if given is not None else recipe.data.load()
     if dataset is None and (recipe.data.name == "custom" or recipe.validation is not None):
         raise UserError("data: the recipe needs a data set; pass it as train(recipe, data=...)")
     return dataset
 
 
-def open_judge(recipe: Recipe, model: Model, given: Items | None) -> Judge | None:
-    """What judges a run's samples, if it is validated: by the images of the same prompts.
+def open_judge(
+    recipe: Recipe, model: Model, dataset: Items | None, items: Items | None
+) -> Judge | None:
+    """What judges a run's samples, if it is validated.
+
+    Args:
+        recipe: resolved.
+        model: the adapter.
+        dataset: of the run.
+        items: whose prompts the samples have, where they have any: they are held against the
+            images of the same prompts.
 
     Raises:
-        UserError: where the data needed are not there.
+        UserError: where it cannot be had.
     """
-    dataset, settings = load_data(recipe, given), recipe.validation
-    if settings is None or dataset is None:
+    settings, real = recipe.validation, items if items is not None else dataset
+    if settings is None or real is None:
         return None
-    items = prompts_to_sample(recipe, model, given)
-    real = items if items is not None else dataset
     return build_judge(settings, real, model, recipe.data.name)
 
 

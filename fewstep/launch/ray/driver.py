@@ -22,6 +22,7 @@ from fewstep.launch.hooks import CheckpointHook, OnCycle, build_hooks
 from fewstep.launch.local import (
     TIMELINE,
     Resume,
+    load_data,
     look_at_directory,
     open_directory,
     open_judge,
@@ -68,7 +69,9 @@ def train_on_ray(
         recipe.method.build().check(adapter)
         check_engine(recipe, adapter)
         check_ranks(recipe, Ranks(0, recipe.launch.processes, CPU, grouped=True))
-        judge = open_judge(recipe, adapter, data)
+        dataset = load_data(recipe, adapter, data)
+        items = prompts_to_sample(recipe, adapter, data)
+        judge = open_judge(recipe, adapter, dataset, items)
         checkpoint = latest_checkpoint(directory) if resuming else None
         if checkpoint is not None:
             check_recipe(recipe, checkpoint)
@@ -83,7 +86,6 @@ def train_on_ray(
             if pool is not None:
                 check_base(groups[placement.group_of(STUDENT)].base(), pool.bases())
             ahead = unpack_ahead(checkpoint, recipe.launch.processes) if checkpoint else []
-            items = prompts_to_sample(recipe, adapter, data)
             executor = GroupExecutor(
                 recipe,
                 groups,
