@@ -24,6 +24,7 @@ from fewstep.config import Recipe, load_recipe
 from fewstep.data.batches import BatchSource, ConditionBatches, DataBatches
 from fewstep.data.dataset import Dataset
 from fewstep.errors import UserError
+from fewstep.methods.dmd2 import DMD2Settings
 from fewstep.methods.method import Method, SamplerSpec
 from fewstep.models import ModelSettings
 from fewstep.models.dit import DiTSettings
@@ -33,7 +34,7 @@ from fewstep.parallel.ranks import SINGLE, Ranks
 from fewstep.parallel.settings import LaunchSettings, ParallelSettings
 from fewstep.parallel.sharding import Replicated, Sharding, build_sharding, spread
 from fewstep.placement import PlacementSettings
-from fewstep.roles.role import Roles, mark_trained
+from fewstep.roles.role import DISCRIMINATOR, Roles, mark_trained
 from fewstep.roles.storage import Storage, build_independent, build_shared_base
 from fewstep.rollout import RolloutSettings
 from fewstep.sampling import Samples, balanced_labels, cpu_threads, sample_role
@@ -320,10 +321,17 @@ def build_worker(
     )
     sharding.wrap(storage, names, list(optimizers))
     built = build_roles(recipe, model, storage, names, ranks.device, sharding)
-    batches: BatchSource = ConditionBatches(model.classes, ranks.device)
-    if method.needs_data and dataset is not None:
-        batches = DataBatches(encode_dataset(model, dataset), ranks.device, dtype)
+    batches = build_batches(method, model, dataset, ranks.device, dtype)
     return Worker(recipe.seed, recipe.train, method, built, batches, sharding)
+
+
+def build_batches(
+    method: Method, model: Model, dataset: Dataset | None, device: torch.device, dtype: torch.dtype
+) -> BatchSource:
+    """Where a run's phases get their samples from; `dataset`: used where the method needs it."""
+    if method.needs_data and dataset is not None:
+        return DataBatches(encode_dataset(model, dataset), device, dtype)
+    return ConditionBatches(model.classes, device)
 
 
 def check_ranks(recipe: Recipe, ranks: Ranks) -> None:
@@ -366,10 +374,24 @@ def build_storage(
     recipe: Recipe, model: Model, teacher: nn.Module, roles: Sequence[str]
 ) -> Storage:
     """The physical networks that some roles of a run need."""
+    head = build_head(recipe, model, teacher) if DISCRIMINATOR in roles else None
+    denoisers = [role for role in roles if role != DISCRIMINATOR]
     if recipe.lora is None:
-        return build_independent(model, teacher, roles)
-    adapters = [role for role in roles if role != "teacher_score"]
-    return build_shared_base(model, teacher, adapters, recipe.lora)
+        storage: Storage = build_independent(model, teacher, denoisers)
+    else:
+        adapters = [role for role in denoisers if role != "teacher_score"]
+        storage = build_shared_base(model, teacher, adapters, recipe.lora)
+    if head is not None:
+        storage.add_head(DISCRIMINATOR, head)
+    return storage
+
+
+def build_head(recipe: Recipe, model: Model, teacher: nn.Module) -> nn.Module:
+    """The classifier of a run's adversarial head, the same whatever roles live beside it."""
+    assert isinstance(recipe.method, DMD2Settings)
+    assert recipe.method.adversarial is not None
+    with seeded(recipe.seed, DISCRIMINATOR):
+        return recipe.method.adversarial.build_head(model, teacher).eval()
 
 
 def encode_dataset(model: Model, dataset: Dataset) -> Dataset:
