@@ -124,9 +124,10 @@ def run_cycles(
     )
     hooks.append(TimelineHook(executor.timeline, metrics, recipe))
     cycles = range(start + 1, recipe.train.cycles + 1)
-    k = recipe.method.build().fake_updates_per_student
+    method = recipe.method.build()
+    k, followers = method.fake_updates_per_student, method.followers
     with stop.on_interrupt(), saver:
-        done = train_cycles(executor, cycles, k, recipe.cycle, hooks, stop)
+        done = train_cycles(executor, cycles, k, recipe.cycle, hooks, stop, followers=followers)
         if done > start or start == 0:
             saver.save(done)
     executor.timeline.write()
