@@ -86,7 +86,7 @@ def measure(run: OpenRun) -> Push:
     for number in range(2, ROUNDS + 3):
         push = partial(actor.push, "student", run.recipe.rollout.bucket_mib, number, number)
         began, used = time.perf_counter(), processor_seconds()
-        pool.deliver(push)
+        pool.deliver(push, number, number)
         seconds, processor = time.perf_counter() - began, processor_seconds() - used
         values = run.timeline.cycle_values(number)
         found.append((values["push_bytes"], seconds, processor, values["push_seconds"]))

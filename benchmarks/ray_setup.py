@@ -31,6 +31,7 @@ from fewstep.launch.ray.driver import (
 from fewstep.launch.ray.executor import GroupExecutor
 from fewstep.launch.ray.group import TrainerGroup
 from fewstep.launch.ray.pool import RolloutPool
+from fewstep.launch.ray.underway import Underway
 from fewstep.parallel.ranks import Ranks
 from fewstep.run import build_worker, load_weights, resolve_recipe
 from fewstep.training.loop import run_cycle
@@ -103,11 +104,12 @@ class OpenRun:
 def open_run(recipe: Recipe) -> Iterator[OpenRun]:
     """Start a run's processes on the cluster that there is; they end with the context."""
     placement, timeline = place_recipe(recipe), Timeline(None)
+    underway = Underway(recipe.launch.timeout_seconds, timeline.extend)
     with Cluster(recipe.launch, placement, recipe.placement.timeout_seconds) as cluster:
         caller = ShippedFromCaller.of(None, None)
-        groups = start_groups(cluster, placement, recipe, caller, None, timeline)
+        groups = start_groups(cluster, placement, recipe, caller, None, underway)
         agree(groups, None, recipe)
-        pool = start_pool(cluster, placement, recipe, caller, None, timeline)
+        pool = start_pool(cluster, placement, recipe, caller, None, underway)
         executor = GroupExecutor(recipe, groups, pool, timeline, version=0)
         yield OpenRun(recipe, groups, pool, executor, timeline)
         executor.leave()

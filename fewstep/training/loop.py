@@ -80,8 +80,7 @@ def run_cycle(
     executor: Executor, cycle: int, fake_updates_per_student: int, settings: CycleSettings
 ) -> list[PhaseResult]:
     """Run the phases of one cycle in order."""
-    plan = plan_cycle(cycle, fake_updates_per_student, settings)
-    return [executor.run_phase(request) for request in plan]
+    return executor.run_phases(plan_cycle(cycle, fake_updates_per_student, settings))
 
 
 def train_cycles(
