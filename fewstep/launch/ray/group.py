@@ -58,7 +58,8 @@ class TrainerGroup:
         self._actors = cluster.start(
             TrainerProcess, seats, lambda seat: (name, seat.rank, len(seats), recipe)
         )
-        ((address, port),) = self._send("open a port", [self._actors[0].open.remote()]).answers()
+        opened = Call(self._actors[0].open.remote(), self._names[0], "open a port")
+        ((address, port),) = underway.send(name, [opened]).answers()
         self.call("join", address, port)
 
     def call(self, method: str, *arguments: Any) -> list[Any]:
@@ -185,7 +186,7 @@ class TrainerGroup:
         return self._send(what, [getattr(a, method).remote(*arguments) for a in self._actors])
 
     def _send(self, what: str, refs: Sequence[Any]) -> Sent:
-        calls = [Call(ref, name, what) for ref, name in zip(refs, self._names, strict=False)]
+        calls = [Call(ref, name, what) for ref, name in zip(refs, self._names, strict=True)]
         return self._underway.send(self.name, calls)
 
 

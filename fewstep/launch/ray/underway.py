@@ -30,17 +30,13 @@ class Sent:
     Attributes:
         group: that was called.
         calls: by rank.
+        found: what each rank has given, once it was waited for.
     """
 
     def __init__(self, underway: Underway, group: str, calls: Sequence[Call]) -> None:
         """`underway`: knows what was sent before."""
         self._underway, self.group, self.calls = underway, group, tuple(calls)
-        self._found: list[Any] | None = None
-
-    @property
-    def is_back(self) -> bool:
-        """Whether its answers were waited for."""
-        return self._found is not None
+        self.found: list[Any] | None = None
 
     def answers(self) -> list[Any]:
         """What each rank has given, by rank, once all that was sent before has been done.
@@ -48,13 +44,9 @@ class Sent:
         Raises:
             TrainingError: see `gather`; of this call, or of one before it.
         """
-        self._underway.wait_for(self)
-        assert self._found is not None
-        return self._found
-
-    def put_back(self, found: list[Any]) -> None:
-        """Keep what was found."""
-        self._found = found
+        while self.found is None:
+            self._underway.take_first()
+        return self.found
 
 
 @final
@@ -77,11 +69,13 @@ class Underway:
         """
         self._patience, self.spans = patience_seconds, spans
         self._queue: deque[Sent] = deque()
+        self._watched: list[Any] = []  # what has not been seen to end well
 
     def send(self, group: str, calls: Sequence[Call]) -> Sent:
         """Note a call of all ranks of a group, that was sent."""
         sent = Sent(self, group, calls)
         self._queue.append(sent)
+        self._watched += [call.ref for call in calls]
         return sent
 
     def before(self, group: str) -> list[Any]:
@@ -94,15 +88,31 @@ class Underway:
             return []
         return [call.ref for call in self._queue[-1].calls]
 
-    def wait_for(self, sent: Sent) -> None:
-        """Wait for the answers of a call, and of all before it; see `Sent.answers`."""
-        while not sent.is_back:
-            self._take_first()
+    def take_first(self) -> None:
+        """Wait for the call that was sent first; its processes' spans are handed on.
+
+        Raises:
+            TrainingError: see `gather`. Then nothing counts as on its way any more: the run ends,
+                and who still calls a group must not wait for what followed.
+        """
+        sent = self._queue.popleft()
+        done = {call.ref for call in sent.calls}
+        self._watched = [ref for ref in self._watched if ref not in done]
+        try:
+            found = gather(sent.calls, patience_seconds=self._patience)
+        except BaseException:
+            self._queue.clear()
+            self._watched.clear()
+            raise
+        for reply in found:
+            if isinstance(reply, Reply):
+                self.spans(reply.spans)
+        sent.found = [r.value if isinstance(r, Reply) else r for r in found]
 
     def settle(self) -> None:
         """Wait until nothing is on its way."""
         while self._queue:
-            self._take_first()
+            self.take_first()
 
     def wait_beside(
         self, refs: Sequence[Any], timeout_seconds: float
@@ -113,24 +123,11 @@ class Underway:
             TrainingError: as soon as one has failed, see `gather`.
         """
         end = time.monotonic() + timeout_seconds
-        watched = [call.ref for sent in self._queue for call in sent.calls]
         while True:
             left = max(0.0, end - time.monotonic())
-            ready, _ = ray.wait([*refs, *watched], num_returns=1, timeout=left)
-            if not ready or ready[0] not in watched:
+            ready, _ = ray.wait([*refs, *self._watched], num_returns=1, timeout=left)
+            if not ready or ready[0] in refs:
                 return ready, [ref for ref in refs if ref not in ready]
             if failure(ready[0]) is not None:
                 self.settle()
-            watched.remove(ready[0])
-
-    def _take_first(self) -> None:
-        sent = self._queue.popleft()
-        try:
-            found = gather(sent.calls, patience_seconds=self._patience)
-        except BaseException:
-            self._queue.clear()  # the run ends; who still calls must not wait for what follows
-            raise
-        for reply in found:
-            if isinstance(reply, Reply):
-                self.spans(reply.spans)
-        sent.put_back([r.value if isinstance(r, Reply) else r for r in found])
+            self._watched.remove(ready[0])
