@@ -21,7 +21,8 @@ from fewstep.weights import Confirmation
 class TrainerGroup:
     """The processes that hold some of the roles, one on each bundle.
 
-    What gives `Sent` does not wait; everything else waits for all that was sent before, too.
+    What gives `Sent` does not wait, nor do `score`, `sleep` and `wake`; everything else waits for
+    all that was sent before, too.
 
     Attributes:
         name: of the group.
@@ -64,6 +65,7 @@ class TrainerGroup:
 
     def call(self, method: str, *arguments: Any) -> list[Any]:
         """Call a method of all ranks with the same arguments; what each has given, by rank."""
+        self._underway.settle()
         return self._send_all(method, method, *arguments).answers()
 
     @property
@@ -165,6 +167,7 @@ class TrainerGroup:
         self, draft: Path, part: str, skipped: Sequence[str], cycle: int, behind: bool
     ) -> Mapping[str, Any]:
         """Write the group's tensors into a checkpoint in the making; its state without them."""
+        self._underway.settle()
         sent = self._send_all("save", "write", draft, part, skipped, cycle, behind)
         state: Mapping[str, Any] = sent.answers()[0]
         return state
