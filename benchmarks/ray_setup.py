@@ -8,7 +8,7 @@ import logging
 import os
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from multiprocessing import Pipe
 from multiprocessing.connection import Connection
@@ -169,10 +169,19 @@ def descendants(pid: int) -> list[int]:
     return found
 
 
-def processor_seconds() -> float:
-    """Processor time of this process and all below it, Ray's own among them."""
-    ticks = 0
-    for pid in descendants(os.getpid()):
-        fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
-        ticks += int(fields[11]) + int(fields[12])
-    return ticks / os.sysconf("SC_CLK_TCK")
+def processor_clock() -> Callable[[], float]:
+    """Tells the processor time of this process and all that are below it now, Ray's among them.
+
+    They are looked for once: the search takes as long as many calls do, and would be counted.
+    """
+    files = [Path(f"/proc/{pid}/stat") for pid in descendants(os.getpid())]
+    ticks = dict.fromkeys(files, 0)
+
+    def seconds() -> float:
+        for file in files:
+            with suppress(OSError):  # one that has ended has used what it has used
+                fields = file.read_text().rpartition(")")[2].split()
+                ticks[file] = int(fields[11]) + int(fields[12])
+        return sum(ticks.values()) / os.sysconf("SC_CLK_TCK")
+
+    return seconds
