@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 
 from fewstep.config import Recipe
+from fewstep.errors import UserError
 from fewstep.methods.dmd2 import DMD2
 from fewstep.plan import Step, cycle_steps
 from fewstep.training.cycle import plan_cycle
@@ -107,6 +108,38 @@ def test_two_groups_that_share_samples_have_them_made_once(steps: Steps) -> None
     assert {step.takes for step in found[1:4]} == {"x0 from rollout"}
     # Nobody hands over samples that the rollout workers have made.
     assert [step.gives for step in found[1:3]] == ["", ""]
+
+
+ADVERSARIAL = {
+    "method.adversarial": {},
+    "optimizers.discriminator": {"lr": 0.01},
+    "data.name": "custom",
+}
+
+
+def test_the_discriminator_follows_the_fake_score_and_sees_data_too(steps: Steps) -> None:
+    assert steps(ADVERSARIAL)[:3] == [
+        Step("student", "trainer", "student", "its own samples"),
+        Step("fake_score/0", "trainer", "fake_score", "its own samples", "x0 for discriminator/0"),
+        Step("discriminator/0", "trainer", "discriminator", "data, x0 from fake_score/0"),
+    ]
+    groups = {**SPLIT, "critic": [*SPLIT["critic"], "discriminator"]}
+    found = steps({**ADVERSARIAL, **TWO, "placement.groups": groups})
+    assert found[0].gives == "x0 for fake_score/0, discriminator/0"
+    judged = next(step for step in found if step.name == "discriminator/0")
+    assert judged == Step("discriminator/0", "critic", "discriminator", "data, x0 from rollout")
+    given = "direction, nonfinite_entries, adversarial_gradient, adversarial_loss"
+    assert found[-2].takes == f"{given} from critic"
+
+
+def test_the_discriminator_lives_with_the_scores(make_recipe: Callable[..., Recipe]) -> None:
+    groups = {**SPLIT, "actor": [*SPLIT["actor"], "discriminator"]}
+    with pytest.raises(UserError, match="they score the samples together, so put them into one"):
+        make_recipe("dmd2", {**ADVERSARIAL, **TWO, "placement.groups": groups})
+    groups = {**SPLIT, "critic": [*SPLIT["critic"], "discriminator"]}
+    wrong = {**ADVERSARIAL, **TWO, "placement.groups": groups, "cycle.order": "student_first"}
+    with pytest.raises(UserError, match=r"set cycle\.order=fake_score_first$"):
+        make_recipe("dmd2", wrong)
 
 
 def test_rollout_workers_of_one_group_feed_the_fake_score_only(steps: Steps) -> None:
