@@ -137,9 +137,9 @@ class TextToImageData(Settings, ABC):
         except UserError:
             present = set()  # some are gone
         found += [f"  {name}: is new" for name in sorted(local(present).keys() - known.keys())]
-        by = plan["encoding"]
-        found += differences({"model": by["settings"]}, {"model": dict(encoding.settings)})
-        found += [f"  model: {n} has changed" for n in changed(encoding.files, by["files"])]
+        found += differences({"model": plan["model"]}, {"model": encoding.settings})
+        files = changed(encoding.files, plan["encoders"])
+        found += [f"  encoders.{name}: its content has changed" for name in files]
         if found:
             raise stale(self.directory, found)
 
