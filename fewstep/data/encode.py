@@ -11,6 +11,7 @@ from typing import Any, final
 import torch
 from safetensors import safe_open
 
+from fewstep.data.dataset import Split
 from fewstep.data.encoded import CONDITION, SAMPLES
 from fewstep.data.encoding import Encoder, write_shard, write_tensors
 from fewstep.data.manifest import (
@@ -20,7 +21,6 @@ from fewstep.data.manifest import (
     VERSION,
     Plan,
     ShardEntry,
-    Split,
     check_file,
     differences,
     publish,

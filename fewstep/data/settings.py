@@ -8,10 +8,10 @@ from typing import Annotated, Any, Literal, final
 
 from pydantic import Field, model_validator
 
-from fewstep.data.dataset import Dataset, load_dataset
+from fewstep.data.dataset import Dataset, Split, load_dataset
 from fewstep.data.encoded import EncodedItems, read_manifest
 from fewstep.data.images import read_images
-from fewstep.data.manifest import Split, differences
+from fewstep.data.manifest import differences
 from fewstep.data.prompts import read_prompts
 from fewstep.data.sources import Record, changed, expand, local
 from fewstep.errors import UserError
