@@ -9,7 +9,7 @@ from typing import final
 
 from fewstep.data.conditions import Conditions, conditions_in_turn, tensor_conditions
 from fewstep.data.items import Items
-from fewstep.data.settings import BuiltInData, DataSettings
+from fewstep.data.settings import DATA, BuiltInData, DataSettings
 from fewstep.errors import UserError
 from fewstep.export import DESCRIPTION, ExportDescription
 from fewstep.methods.method import SamplerSpec
@@ -127,7 +127,7 @@ def open_export(directory: Path) -> Source:
             raise UserError(f"--steps {steps}: this export samples in {spec.steps}")
         return spec
 
-    # Data that were encoded stay with the run.
-    known = description.data in ("digits", "custom")
-    data = BuiltInData.model_validate({"name": description.data if known else "none"})
+    # Encoded prompts and images do not travel with an export.
+    built_in = DATA.get(description.data) is BuiltInData
+    data = BuiltInData.model_validate({"name": description.data if built_in else "none"})
     return Source(directory.name, directory, roles, STUDENT, sampler, True, data)

@@ -11,6 +11,7 @@ from typing import Any, final
 import torch
 from safetensors import safe_open
 
+from fewstep.data.dataset import Split
 from fewstep.data.encoded import CONDITION, SAMPLES
 from fewstep.data.encoding import Encoder, write_shard, write_tensors
 from fewstep.data.manifest import (
@@ -20,7 +21,6 @@ from fewstep.data.manifest import (
     VERSION,
     Plan,
     ShardEntry,
-    Split,
     check_file,
     differences,
     publish,
@@ -156,7 +156,7 @@ def look_at(settings: TextToImageData, encoding: Encoding, overwrite: bool) -> d
     """Look at the directory and the sources before anything is loaded.
 
     Returns:
-        Sections of a plan: `sources`, and the family's own `encoding`.
+        Sections of a plan: stamps of `sources` and `encoders`, and the `model`'s own settings.
 
     Raises:
         UserError: where the directory holds something else.
@@ -173,14 +173,12 @@ def look_at(settings: TextToImageData, encoding: Encoding, overwrite: bool) -> d
             f"data.encoded: {directory} holds something that is no encoded data; name another "
             f"directory"
         )
-    known = plan or {"sources": {}, "encoding": {"files": {}}}
+    known = plan or {"sources": {}, "encoders": {}}
     names = [name for names in settings.sources().values() for name in names]
     stamps = {
         "sources": stamp_all(local(names), known["sources"]),
-        "encoding": {
-            "settings": dict(encoding.settings),
-            "files": stamp_all(encoding.files, known["encoding"]["files"]),
-        },
+        "model": dict(encoding.settings),
+        "encoders": stamp_all(encoding.files, known["encoders"]),
     }
     if plan is not None:
         old = {"data": plan["data"]} | {key: plan[key] for key in stamps}

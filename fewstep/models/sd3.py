@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from fewstep.diffusion.paths import RectifiedFlow
 from fewstep.errors import UserError
-from fewstep.models.encoders import Autoencoder, PromptEncoder
+from fewstep.models.encoders import Autoencoder, Encoding, PromptEncoder
 from fewstep.models.files import (
     load_opened_network,
     open_diffusers_network,
@@ -356,6 +356,19 @@ class SD3(Model):
 
         directory = directory_of(self.settings.pipeline, "model.pipeline")
         return SD3Autoencoder(directory, device, dtype)
+
+    def encoding(self) -> Encoding:
+        """See `Model.encoding`: the encoders' own folders, wherever the pipeline lies."""
+        from fewstep.models.sd3_encoders import encoder_files
+        from fewstep.models.text import encoder_directory
+
+        settings, files = self.settings, {}
+        if settings.pipeline is not None:
+            pipeline = directory_of(settings.pipeline, "model.pipeline")
+            files = encoder_files(pipeline, prompts=settings.text_encoder is None)
+        if settings.text_encoder is not None:
+            files["text_encoder"] = encoder_directory(settings.text_encoder)
+        return Encoding({"max_sequence_length": str(settings.max_sequence_length)}, files)
 
     def encode(self, images: Tensor) -> Tensor:
         """Images to latents by the pipeline's autoencoder, loaded at the first call."""
