@@ -22,6 +22,7 @@ from fewstep.models import FAMILIES, ModelSettings
 from fewstep.parallel.settings import LaunchSettings, ParallelSettings
 from fewstep.roles.ema import EMASettings
 from fewstep.roles.optimizer import OptimizerSettings
+from fewstep.roles.role import DISCRIMINATOR
 from fewstep.roles.storage import LoraSettings, StorageKind
 from fewstep.settings import Settings
 from fewstep.training.cycle import CycleSettings
@@ -61,6 +62,10 @@ class OptimizersSettings(Settings):
     student: OptimizerSettings
     fake_score: OptimizerSettings | None = Field(
         None, description="needed by the distribution-matching methods"
+    )
+
+    discriminator: OptimizerSettings | None = Field(
+        None, description="needed by the adversarial head, method.adversarial"
     )
 
     def by_role(self) -> dict[str, OptimizerSettings]:
@@ -136,7 +141,10 @@ class Recipe(Settings):
     def _check(self) -> Recipe:
         method = self.method.build()
         optimizers = set(self.optimizers.by_role())
-        if optimizers != set(method.trained_roles):
+        needed = set(method.trained_roles)
+        # One that is turned off by its weight may keep its optimizer in the recipe.
+        idle = {DISCRIMINATOR} if getattr(self.method, "adversarial", None) is not None else set()
+        if not needed <= optimizers <= needed | idle:
             raise ValueError(
                 f"optimizers: method {method.name!r} trains {', '.join(method.trained_roles)}, "
                 f"but optimizers are given for {', '.join(sorted(optimizers))}"
@@ -158,7 +166,9 @@ class Recipe(Settings):
         if method.fake_updates_per_student == 0 and self.cycle != CycleSettings():
             raise ValueError(f"cycle: method {method.name!r} has no fake_score phases to arrange")
         if method.needs_data and self.data.name == "none":
-            raise ValueError(f"data.name: method {method.name!r} trains on data; 'none' is given")
+            what = f"method {method.name!r}" if not idle else "the classifier, method.adversarial,"
+            raise ValueError(f"data.name: {what} trains on data; 'none' is given")
+        self._check_r1()
         if self.cycle.warmup_cycles >= self.train.cycles:
             raise ValueError(
                 f"cycle.warmup_cycles ({self.cycle.warmup_cycles}) must be below train.cycles "
@@ -177,6 +187,17 @@ class Recipe(Settings):
         except UserError as error:
             raise ValueError(str(error)) from error
         return self
+
+    def _check_r1(self) -> None:
+        """The exact penalty needs derivatives of derivatives, which sharding does not know."""
+        adversarial = getattr(self.method, "adversarial", None)
+        exact = adversarial is not None and adversarial.r1 and adversarial.r1.kind == "exact"
+        if exact and self.parallel.kind in ("fsdp1", "fsdp2"):
+            raise ValueError(
+                f"method.adversarial.r1.kind: 'exact' differentiates twice through the networks, "
+                f"which parallel.kind {self.parallel.kind!r} cannot; use 'approximate', or "
+                f"parallel.kind 'none' or 'ddp'"
+            )
 
     @property
     def roles(self) -> tuple[str, ...]:

@@ -171,11 +171,11 @@ def train_in_process(
             recipe, start, reference, sample, evaluator, metrics, on_cycle, saver, ranks
         )
         cycles = range(start + 1, recipe.train.cycles + 1)
-        k = worker.method.fake_updates_per_student
+        k, followers = worker.method.fake_updates_per_student, worker.method.followers
         # Saving ends last, with what is still being written in the background.
         with stop.on_interrupt(another_has_failed if ranks.size > 1 else None), saver:
             hooks.insert(0, reached)
-            done = train_cycles(worker, cycles, k, recipe.cycle, hooks, stop, ranks.any)
+            done = train_cycles(worker, cycles, k, recipe.cycle, hooks, stop, ranks.any, followers)
             if done > start or not resume:
                 saver.save(done)
         if done < recipe.train.cycles:
@@ -330,7 +330,9 @@ def reporting(what: str) -> Iterator[None]:
 
 def check_network(roles: Roles, seed: int) -> None:
     """Call a role's network once; raises UserError where it does not give what it is given."""
-    model, role = roles.model, STUDENT if STUDENT in roles else next(iter(roles))
+    model = roles.model
+    denoisers = [name for name in roles if name not in roles.storage.heads]
+    role = STUDENT if STUDENT in roles else denoisers[0]
     x = torch.zeros(2, *model.sample_shape, device=roles.device, dtype=roles.dtype)
     condition = {key: value.to(roles.device) for key, value in model.example_condition(2).items()}
     # A network of the caller's may draw from the global generator.

@@ -116,9 +116,10 @@ def run_cycles(
     )
     hooks.append(TimelineHook(executor.timeline, metrics, recipe))
     cycles = range(start + 1, recipe.train.cycles + 1)
-    k = recipe.method.build().fake_updates_per_student
+    method = recipe.method.build()
+    k, followers = method.fake_updates_per_student, method.followers
     with stop.on_interrupt(), saver:
-        done = train_cycles(executor, cycles, k, recipe.cycle, hooks, stop)
+        done = train_cycles(executor, cycles, k, recipe.cycle, hooks, stop, followers=followers)
         if done > start or start == 0:
             saver.save(done)
     executor.timeline.write()
@@ -207,7 +208,9 @@ def start_pool(
     seats = [seat for seat in placement.seats if seat.kind == "rollout"]
     if not seats:
         return None
-    return RolloutPool(cluster, seats, recipe, caller.model, checkpoint, timeline.extend)
+    return RolloutPool(
+        cluster, seats, recipe, caller.model, caller.data, checkpoint, timeline.extend
+    )
 
 
 def agree(groups: Mapping[str, TrainerGroup], checkpoint: Path | None, recipe: Recipe) -> Report:

@@ -79,6 +79,7 @@ class RolloutPool:
         seats: Sequence[Seat],
         recipe: Recipe,
         model: Any,
+        dataset: Any,
         checkpoint: Path | None,
         spans: Spans,
     ) -> None:
@@ -89,11 +90,13 @@ class RolloutPool:
             seats: one for each.
             recipe: resolved.
             model: reference of a model of the caller's, or None.
+            dataset: the same of a data set.
             checkpoint: of a run that is gone on with.
             spans: takes what the workers say they did.
         """
         self._cluster, self._seats, self._recipe = cluster, list(seats), recipe
-        self._model, self._checkpoint, self._spans = model, checkpoint, spans
+        self._model, self._dataset = model, dataset
+        self._checkpoint, self._spans = checkpoint, spans
         self._timeout = float(recipe.launch.timeout_seconds)
         self._last_loss = ""
         self._open: list[Ordered] = []
@@ -281,7 +284,8 @@ class RolloutPool:
         self._set_up(lost)
 
     def _set_up(self, workers: Sequence[int]) -> None:
-        calls = [self._actors[i].set_up.remote(self._model, self._checkpoint) for i in workers]
+        given = (self._model, self._dataset, self._checkpoint)
+        calls = [self._actors[i].set_up.remote(*given) for i in workers]
         self._classes = self._gather("set up", workers, calls)[0]
 
     def _all(self, method: str, cycle: int) -> None:

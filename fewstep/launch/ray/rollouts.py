@@ -11,7 +11,8 @@ import torch
 from torch import Tensor
 
 from fewstep.config import Recipe
-from fewstep.data.batches import Batch, ConditionBatches
+from fewstep.data.batches import Batch
+from fewstep.data.dataset import Dataset
 from fewstep.diffusion.draw import Draw
 from fewstep.launch.ray.engines import open_engine
 from fewstep.launch.ray.external import ExternalData
@@ -19,6 +20,7 @@ from fewstep.launch.ray.trainer import Reply
 from fewstep.launch.ray.transport import Packed, unpack
 from fewstep.models.model import Model
 from fewstep.parallel.ranks import CPU, Ranks
+from fewstep.run import build_batches
 from fewstep.sampling import balanced_labels, rollout_of_samples
 from fewstep.training.reduction import micro_batches
 from fewstep.training.timeline import Span, timed
@@ -42,11 +44,14 @@ class RolloutProcess:
         logging.getLogger("fewstep").setLevel(logging.ERROR)
         torch.set_num_threads(recipe.runtime.threads or torch.get_num_threads())
 
-    def set_up(self, model: Model | None, checkpoint: Path | None) -> int | None:
+    def set_up(
+        self, model: Model | None, dataset: Dataset | None, checkpoint: Path | None
+    ) -> int | None:
         """Build the engine; the number of classes that its samples have, if they have any.
 
         Args:
             model: the adapter of a network of the caller's.
+            dataset: of the caller's, whose conditions the samples have where the method needs data.
             checkpoint: of a run that is gone on with: it holds what the student rests on.
         """
         recipe = self._recipe
@@ -54,7 +59,10 @@ class RolloutProcess:
         self._method = recipe.method.build()
         self._dtype = getattr(torch, recipe.runtime.dtype)
         self._engine, self._base = open_engine(recipe, self._model, checkpoint)
-        self._batches = ConditionBatches(self._model.classes, torch.device(recipe.runtime.device))
+        if dataset is None and self._method.needs_data:
+            dataset = recipe.data.load()
+        self._device = torch.device(recipe.runtime.device)
+        self._batches = build_batches(recipe, self._model, dataset, self._device, self._dtype)
         return self._model.classes
 
     def base(self) -> Confirmation | None:
@@ -100,7 +108,7 @@ class RolloutProcess:
         rollout = rollout_of_samples(
             self._model,
             self._method.sampler(),
-            torch.arange(first, first + count, device=self._batches.device),
+            torch.arange(first, first + count, device=self._device),
             None if labels is None else labels[rows],
             settings.seed,
             self._dtype,
