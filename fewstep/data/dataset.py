@@ -5,15 +5,13 @@ from __future__ import annotations
 import hashlib
 from dataclasses import dataclass
 from functools import cached_property
-from typing import Literal, final
+from typing import final
 
 import torch
-from pydantic import Field
 from torch import Tensor
 
 from fewstep.data.digits import load_digits
 from fewstep.data.items import Items
-from fewstep.settings import Settings
 
 
 @final
@@ -57,21 +55,6 @@ class Dataset(Items):
     def x0(self, items: Tensor) -> Tensor:
         """The samples."""
         return self.samples[items]
-
-
-@final
-class DataSettings(Settings):
-    """Which real data a run trains on or is compared with."""
-
-    name: Literal["digits", "custom", "none"] = Field(
-        "none",
-        description="digits: scikit-learn's handwritten digits; custom: passed from Python; "
-        "none: no data",
-    )
-
-    def load(self) -> Dataset | None:
-        """The data set, or None for "none" and "custom"."""
-        return load_dataset(self.name)
 
 
 def load_dataset(name: str) -> Dataset | None:

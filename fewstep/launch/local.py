@@ -24,6 +24,7 @@ from fewstep.checkpoint import (
 )
 from fewstep.config import Recipe, check_fingerprint, dump_recipe, load_recipe
 from fewstep.data.dataset import Dataset
+from fewstep.data.items import Items
 from fewstep.diffusion.timesteps import few_step_grid
 from fewstep.errors import UserError
 from fewstep.files import saving
@@ -145,7 +146,7 @@ def train_in_process(
     model = model or recipe.model.build()
     recipe.method.build().check(model)
     check_ranks(recipe, ranks)
-    dataset = load_data(recipe, data)
+    dataset = load_data(recipe, model, data, ranks)
     with reporting("model: the network cannot be built"):
         teacher = None if resume else load_weights(recipe, model, ranks)
         worker = build_worker(recipe, model, dataset, teacher, ranks)
@@ -157,7 +158,7 @@ def train_in_process(
     # All that may fail comes before the recipe is written, which makes it a run directory.
     reference = teacher_statistics(run) if TEACHER_SCORE in run.roles else None
     evaluator = None
-    if recipe.validation is not None and dataset is not None and ranks.first:
+    if recipe.validation is not None and isinstance(dataset, Dataset) and ranks.first:
         evaluator = build_evaluator(dataset, recipe.validation.features, recipe.data.name)
     ranks.barrier()  # every rank has looked at the directory as it was
     metrics = open_directory(recipe, start, resume, lock, ranks)
@@ -216,13 +217,17 @@ def agreed_signal(ranks: Ranks, own: signal.Signals | None) -> signal.Signals | 
     return signal.Signals(number) if number else None
 
 
-def load_data(recipe: Recipe, given: Dataset | None) -> Dataset | None:
+def load_data(
+    recipe: Recipe, model: Model, given: Dataset | None, ranks: Ranks = SINGLE
+) -> Items | None:
     """The data set of a run, `given` by the caller or loaded as the recipe says.
 
     Raises:
-        UserError: where one is needed and there is none.
+        UserError: where one is needed and there is none, or it is not what it was made from.
     """
-    dataset = given if given is not None else recipe.data.load()
+    if given is None and ranks.first:
+        recipe.data.check(model.encoding())
+    dataset: Items | None = given if given is not None else recipe.data.load()
     if dataset is None and (recipe.data.name == "custom" or recipe.validation is not None):
         raise UserError("data: the recipe needs a data set; pass it as train(recipe, data=...)")
     return dataset

@@ -18,7 +18,7 @@ from fewstep.diffusion.guidance import guide
 from fewstep.diffusion.paths import Path
 from fewstep.diffusion.prediction import Prediction, PredictionKind
 from fewstep.errors import UserError
-from fewstep.models.encoders import Autoencoder, PromptEncoder
+from fewstep.models.encoders import Autoencoder, Encoding, PromptEncoder
 
 Condition = Mapping[str, Tensor]
 
@@ -168,6 +168,13 @@ class Model(ABC):
             UserError: where it cannot be loaded.
         """
         return None
+
+    def encoding(self) -> Encoding:
+        """What decides how prompts and images are encoded, found without loading anything.
+
+        By default nothing is known of it, and a run cannot notice that it has changed.
+        """
+        return Encoding()
 
     def student_network(self, teacher: nn.Module) -> nn.Module:
         """The network that student and fake_score start from: a copy of the teacher.

@@ -15,6 +15,7 @@ import ray
 from fewstep.checkpoint import check_all_read, checkpoint_cycle, latest_checkpoint
 from fewstep.config import Recipe, check_fingerprint, fingerprint
 from fewstep.data.dataset import Dataset
+from fewstep.data.items import Items
 from fewstep.errors import UserError
 from fewstep.launch.hooks import CheckpointHook, OnCycle, build_hooks
 from fewstep.launch.local import (
@@ -66,7 +67,7 @@ def train_on_ray(
         recipe.method.build().check(adapter)
         check_engine(recipe, adapter)
         check_ranks(recipe, Ranks(0, recipe.launch.processes, CPU, grouped=True))
-        dataset = load_data(recipe, data)
+        dataset = load_data(recipe, adapter, data)
         checkpoint = latest_checkpoint(directory) if resuming else None
         if checkpoint is not None:
             check_recipe(recipe, checkpoint)
@@ -97,7 +98,7 @@ def run_cycles(
     recipe: Recipe,
     executor: GroupExecutor,
     report: Report,
-    dataset: Dataset | None,
+    dataset: Items | None,
     metrics: Metrics,
     on_cycle: OnCycle | None,
     stop: StopRequest,
@@ -105,7 +106,7 @@ def run_cycles(
     """The training loop, with its hooks, over groups that are set up."""
     start = report.cycle
     evaluator = None
-    if recipe.validation is not None and dataset is not None:
+    if recipe.validation is not None and isinstance(dataset, Dataset):
         evaluator = build_evaluator(dataset, recipe.validation.features, recipe.data.name)
     # Not alone: where ranks have failed, `GroupSaves.close` publishes what they can still finish.
     saver = CheckpointHook(
