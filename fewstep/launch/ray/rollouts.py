@@ -59,10 +59,10 @@ class RolloutProcess:
         self._method = recipe.method.build()
         self._dtype = getattr(torch, recipe.runtime.dtype)
         self._engine, self._base = open_engine(recipe, self._model, checkpoint)
-        if dataset is None and self._method.needs_data:
-            dataset = recipe.data.load()
+        needed = self._method.needs_data or self._model.prompted
+        items = recipe.data.load() if dataset is None and needed else dataset
         self._device = torch.device(recipe.runtime.device)
-        self._batches = build_batches(recipe, self._model, dataset, self._device, self._dtype)
+        self._batches = build_batches(recipe, self._model, items, self._device, self._dtype)
         return self._model.classes
 
     def base(self) -> Confirmation | None:
