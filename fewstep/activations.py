@@ -53,7 +53,7 @@ class Kept:
     frozen_copies: int = 0
     block_copies: int = 0
 
-    def activations(self, recompute: bool, at_once: int) -> int:
+    def activations(self, recompute: bool, at_once: int, graphs: int = 1) -> int:
         """What a student's micro-batch needs while it is scored, and then goes backward.
 
         Its graph stays alive while the scores run, whose passes keep nothing but hold, at any
@@ -63,9 +63,11 @@ class Kept:
         Args:
             recompute: activation checkpointing.
             at_once: samples of the largest scoring call over those of the micro-batch.
+            graphs: passes whose graphs are there together; with an adversarial head, that of the
+                network it looks into as well.
         """
         kept = self.checkpointed if recompute else self.everything
-        return kept + self.block * max(1, at_once)
+        return kept * graphs + self.block * max(1, at_once)
 
     def copies(self, recompute: bool) -> int:
         """Weights in lower precision, where they are not gathered in it.

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
+from pathlib import Path
 from typing import Any, final
 
 import torch
@@ -26,7 +27,7 @@ from fewstep.memory import (
 from fewstep.models.model import Model, empty_network
 from fewstep.parallel.ranks import Ranks
 from fewstep.placement import groups_of, rollout_workers
-from fewstep.roles.role import STUDENT, mark_trained
+from fewstep.roles.role import DISCRIMINATOR, STUDENT, mark_trained
 from fewstep.roles.storage import Storage
 from fewstep.run import build_storage, resolve_recipe, seeded
 from fewstep.training.reduction import micro_batches
@@ -88,7 +89,7 @@ class Estimator:
         # Other groups run the same networks on as many samples, and keep no more.
         memories[home] = replace(
             memories[home],
-            activations=kept and kept.activations(recompute, self._passes(recipe)),
+            activations=kept and kept.activations(recompute, *passes_of(recipe)),
             copies=0 if kept is None or spread.sharded else kept.copies(recompute),
         )
         if len(memories) == 1 and not self._rollout(ranks):
@@ -124,12 +125,6 @@ class Estimator:
             for name, parameter in network.named_parameters():
                 parameter.data = parameter.data.to(weights[name])
 
-    def _passes(self, recipe: Recipe) -> int:
-        """Samples of the largest scoring call over those of a micro-batch."""
-        if getattr(recipe.method, "score_batching", "separate") != "fused":
-            return 1
-        return 3 if getattr(recipe.method, "guidance", 1.0) != 1 else 2
-
     def _rollout(self, ranks: int) -> int:
         """Bytes of the rollout workers' networks on the fullest device."""
         if self.recipe.launch.kind != "ray":
@@ -148,15 +143,15 @@ def structure_of(recipe: Recipe) -> Model:
         UserError: where neither recipe nor weights tell what the network is like.
     """
     settings = recipe.model
-    if getattr(settings, "network", None) is None and settings.weights is not None:
-        try:
-            settings = resolve_recipe(recipe).model
-        except UserError as error:
-            raise UserError(
-                f"the network's structure is not known: {error}; with model.network the recipe "
-                f"itself says what it is like"
-            ) from error
-    return settings.build()
+    if getattr(settings, "network", None) is not None or settings.weights is None:
+        return settings.build()
+    if not Path(settings.weights).exists():
+        # Not even its name is looked up on a hub: a plan needs no connection.
+        raise UserError(
+            f"not known: {settings.weights} is not here, and the recipe does not say what its "
+            f"network is like (model.network)"
+        )
+    return resolve_recipe(recipe).model.build()
 
 
 def spread_of(recipe: Recipe, ranks: int) -> Spread:
@@ -181,6 +176,21 @@ def spread_of(recipe: Recipe, ranks: int) -> Spread:
         gathered_width=width,
         whole_gradients=sharded and several and not parallel.reduce_each_micro_batch,
     )
+
+
+def passes_of(recipe: Recipe) -> tuple[int, int]:
+    """Samples of the largest call without gradients over those of a micro-batch, and graphs.
+
+    Fused scoring calls once for fake score and teacher, with guidance for its two predictions; a
+    classifier is trained on real and made samples together, with R1 also on moved ones.
+    """
+    at_once, method = 1, recipe.method
+    if getattr(method, "score_batching", "separate") == "fused":
+        at_once = 3 if getattr(method, "guidance", 1.0) != 1 else 2
+    adversarial = getattr(method, "adversarial", None)
+    if adversarial is None or DISCRIMINATOR not in recipe.roles:
+        return at_once, 1
+    return max(at_once, 2 if adversarial.r1 is None else 3), 2
 
 
 def samples_of(recipe: Recipe, ranks: int) -> int:
@@ -219,26 +229,28 @@ def remedies(estimator: Estimator, devices: Devices) -> list[Remedy]:
     return together[:1]
 
 
-def _cheap_changes(recipe: Recipe) -> dict[str, Any]:
+def _cheap_changes(recipe: Recipe) -> list[dict[str, Any]]:
     """Those that change no result but by rounding, and need no more devices."""
-    changes: dict[str, Any] = {}
+    changes: list[dict[str, Any]] = []
     if not recipe.runtime.activation_checkpointing:
-        changes["runtime.activation_checkpointing"] = True
+        changes.append({"runtime.activation_checkpointing": True})
     if recipe.runtime.compute_dtype is None and recipe.runtime.dtype == "float32":
-        changes["runtime.compute_dtype"] = "bfloat16"
+        changes.append({"runtime.compute_dtype": "bfloat16"})
     if (recipe.train.micro_batch_size or recipe.train.batch_size) > 1:
-        changes["train.micro_batch_size"] = 1
+        one = {"train.micro_batch_size": 1}
+        # Else whole gradients would add up over the micro-batches.
+        each = {"parallel.reduce_each_micro_batch": True} if recipe.parallel.sharded else {}
+        changes.append(one | each)
     return changes
 
 
 def _single_changes(estimator: Estimator, devices: Devices) -> Iterator[Remedy]:
     recipe = estimator.recipe
-    cheap = _cheap_changes(recipe)
-    for key, value in cheap.items():
-        yield from _changed(estimator, {key: value}, devices.count)
+    for change in _cheap_changes(recipe):
+        yield from _changed(estimator, change, devices.count)
     for ranks in (n for n in MORE_RANKS if n > devices.count):
-        change = {} if recipe.parallel.sharded else {"parallel.kind": "fsdp2"}
-        enough = next(_changed(estimator, change, ranks), None)
+        sharded = {} if recipe.parallel.sharded else {"parallel.kind": "fsdp2"}
+        enough = next(_changed(estimator, sharded, ranks), None)
         if enough is not None and enough.memory.total <= devices.bytes:
             yield enough
             break
@@ -250,8 +262,9 @@ def _single_changes(estimator: Estimator, devices: Devices) -> Iterator[Remedy]:
 
 
 def _joint_changes(estimator: Estimator, devices: Devices) -> Iterator[Remedy]:
-    recipe = estimator.recipe
-    cheap = _cheap_changes(recipe)
+    recipe, cheap = estimator.recipe, dict[str, Any]()
+    for change in _cheap_changes(recipe):
+        cheap |= change
     lora = _lora() if recipe.lora is None else {}
     sharded = {} if recipe.parallel.sharded else {"parallel.kind": "fsdp2"}
     yield from _changed(estimator, cheap, devices.count)
@@ -282,7 +295,7 @@ def _changed(estimator: Estimator, changes: Mapping[str, Any], ranks: int) -> It
     except UserError:
         return
     words = " ".join(f"{key}={_write(value)}" for key, value in changes.items())
-    if ranks > 1 and ranks not in (estimator.recipe.launch.processes,):
+    if ranks > 1 and ranks != estimator.recipe.launch.processes:
         words = f"{words} on {ranks} GPUs".strip()
     yield Remedy(words, ranks, memory)
 
@@ -308,7 +321,8 @@ def memory_there_is(device: torch.device) -> int | None:
 
 def least_bytes(recipe: Recipe, model: Model) -> int:
     """What a rank keeps at the very least, whatever is estimated; quick to count."""
-    network = empty_network(model.build_network)
+    with seeded(recipe.seed, "roles"):
+        network = empty_network(model.build_network)
     numbers = sum(p.numel() for p in network.parameters())
     if recipe.lora is None:
         # Weights of all roles, and moments of those that are trained.

@@ -206,7 +206,8 @@ def held_tensors(
                 trained.add(id(parameter))
     found = []
     for name, network in storage.networks.items():
-        unit = {id(p): path for path, block in blocks(network).items() for p in block.parameters()}
+        parts = {} if name in storage.heads else blocks(network)
+        unit = {id(p): path for path, block in parts.items() for p in block.parameters()}
         for parameter in network.parameters():
             of, role = id(parameter), owner.get(id(parameter), name)
             shape = tuple(parameter.shape)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable, Mapping, Sequence
 from io import StringIO
 from typing import Any
@@ -10,7 +11,15 @@ from rich.box import SIMPLE_HEAD
 from rich.console import Console, Group, RenderableType
 from rich.table import Table
 
-from fewstep.budget import Estimator, Remedy, remedies, samples_of, spread_of
+from fewstep.budget import (
+    Estimator,
+    Remedy,
+    least_bytes,
+    memory_there_is,
+    remedies,
+    samples_of,
+    spread_of,
+)
 from fewstep.config import Recipe
 from fewstep.errors import UserError
 from fewstep.memory import (
@@ -22,6 +31,8 @@ from fewstep.memory import (
     optimizer_bytes,
     whole_bytes,
 )
+from fewstep.models.model import Model
+from fewstep.parallel.ranks import Ranks
 
 USUAL = (1, 2, 8)
 MEGABYTE = 10**6
@@ -163,6 +174,35 @@ def refusal(estimator: Estimator, ranks: int, there_is: int, where: str) -> str:
     console.print(ranks_table(estimator.recipe, {ranks: memory}))
     words = advice(estimator, Devices(ranks, there_is))
     return f"memory: the run does not fit on {where}: {words}\n\n{text.getvalue().rstrip()}"
+
+
+def check_memory(recipe: Recipe, model: Model, ranks: Ranks) -> None:
+    """Refuse a run that cannot fit, before its weights are read.
+
+    On a CUDA device all that is estimated must fit into what is free now. In main memory only what
+    is kept must, into all there is: what comes and goes may be swapped, slow as that is.
+
+    Raises:
+        UserError: with the table, and what would help.
+    """
+    there_is = memory_there_is(ranks.device)
+    if there_is is None:
+        return
+    launch = recipe.launch.model_copy(update={"processes": ranks.size})
+    recipe, where = recipe.model_copy(update={"launch": launch}), f"{ranks.device}"
+    try:
+        if ranks.device.type == "cpu":
+            processes = int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
+            there_is, where = there_is // processes, "its part of this machine's main memory"
+            if least_bytes(recipe, model) <= there_is:
+                return
+        estimator = Estimator(recipe, model)
+        memory = estimator.on(ranks.size)
+    except (RuntimeError, NotImplementedError, TypeError, MemoryError):
+        return  # building it in earnest will say what is wrong with the network
+    needed = memory.kept if ranks.device.type == "cpu" else memory.needed
+    if needed > there_is:
+        raise UserError(refusal(estimator, ranks.size, there_is, f"{where}, {_amount(there_is)}"))
 
 
 def _by_role(held: Sequence[Held]) -> dict[tuple[str, str], list[Held]]:

@@ -37,6 +37,7 @@ from fewstep.launch.hooks import (
     run_fingerprint,
 )
 from fewstep.launch.lock import RunLock
+from fewstep.memory_tables import check_memory
 from fewstep.methods.dmd2 import sample_statistics
 from fewstep.methods.method import SamplerSpec
 from fewstep.models.model import Model
@@ -146,6 +147,7 @@ def train_in_process(
     model = model or recipe.model.build()
     recipe.method.build().check(model)
     check_ranks(recipe, ranks)
+    check_memory(recipe, model, ranks)
     dataset = load_data(recipe, model, data, ranks)
     with reporting("model: the network cannot be built"):
         teacher = None if resume else load_weights(recipe, model, ranks)
