@@ -63,8 +63,10 @@ def test_devices_are_read(text, count, size) -> None:
 
 @pytest.mark.parametrize(
     "text",
-    ["", "80GB", "1x80", "1x80gb", "1X80GB", "0x80GB", "1x0GB", "-1x80GB", "1x80GB ", "1.5x80GB"]
-    + ["1x80GBs", "1 x 80GB", "1x-80GB", "axb", "1x1e3GB", "1x80 GB", "1x.5GB"],
+    [
+        *("", "80GB", "1x80", "1x80gb", "1X80GB", "0x80GB", "1x0GB", "-1x80GB", "1x80GB "),
+        *("1.5x80GB", "1x80GBs", "1 x 80GB", "1x-80GB", "axb", "1x1e3GB", "1x80 GB", "1x.5GB"),
+    ],
 )
 def test_other_devices_are_refused(text) -> None:
     with pytest.raises(UserError, match=re.escape(f"--gpus: {text!r} is given; it should be")):
@@ -290,7 +292,7 @@ def test_there_are_recipes_for_stable_diffusion() -> None:
 
 @pytest.mark.parametrize("path", sorted(SD35.glob("*.yaml")), ids=lambda path: path.stem)
 def test_the_network_of_a_recipe_is_the_published_one(path) -> None:
-    """Stability AI's 2.5 billion: 2,243,171,520 parameters and 384 x 384 positions of width 1536."""
+    """Stability AI's 2.5 billion: 2.243 in parameters, and 384 x 384 positions of width 1536."""
     network = empty(structure_of(load_recipe(path)))
     assert sum(p.numel() for p in network.parameters()) == 2_243_171_520
     assert [tuple(b.shape) for b in network.buffers()] == [(1, 384 * 384, 1536)]
@@ -349,7 +351,7 @@ def test_what_does_not_fit_is_told_what_would(wide) -> None:
     assert "Any one of these would make it fit:" in words
     written = "train.micro_batch_size=1 parallel.reduce_each_micro_batch=true on 2 GPUs"
     assert f"  {written}: " in words
-    assert " on 16 GPUs: " in words
+    assert re.search(r"^  on (4|8) GPUs: ", words, re.MULTILINE)
     for remedy in remedies(wide(), Devices(2, enough)):
         assert remedy.memory.total <= enough
 
