@@ -332,6 +332,28 @@ def test_the_tables_of_the_page_are_those_of_the_code(request, name, ranks) -> N
     assert shown(memory_tables.ranks_table(estimator.recipe, {ranks: estimator.on(ranks)})) in page
 
 
+def test_the_page_counts_passes_and_operations_right(lora) -> None:
+    from torch.utils.flop_counter import FlopCounterMode
+
+    page, model = PAGE.read_text(), lora.model
+    condition = {k: v.to("meta") for k, v in model.example_condition(1).items()}
+    x = torch.zeros(1, *model.sample_shape, device="meta")
+    with FlopCounterMode(display=False) as counter:
+        model.forward(empty(model), x, torch.zeros(1, device="meta"), condition)
+    flops = round(counter.get_total_flops() / 1e12, 2)
+    assert f"One forward pass of one sample is {flops} TFLOP" in page
+    method, train = lora.recipe.method, lora.recipe.train
+    k, rollout = method.fake_updates_per_student, (method.steps - 1) / 2
+    student, fake = rollout + 1 + 1 + 2 + 1 + 2, rollout + 1 + 1 + 1 + 2
+    assert f"{student} + {k} * {fake}" in page
+    cycle = student + k * fake
+    seconds = (cycle - (k + 1)) * flops / 396
+    assert f"{seconds:.2f} s a sample and cycle" in page
+    assert f"{train.batch_size} samples: {train.batch_size * seconds:.0f} s a cycle" in page
+    hours = train.batch_size * seconds * train.cycles / 3600
+    assert f"{train.cycles} cycles: {hours:.0f} hours" in page
+
+
 @pytest.fixture
 def wide(make_recipe) -> Callable[..., Estimator]:
     """Of a recipe whose weights and activations both count."""
