@@ -337,15 +337,38 @@ def plan(
     overrides: Annotated[
         list[str] | None, typer.Argument(metavar="KEY=VALUE", help="As for train.")
     ] = None,
+    gpus: Annotated[
+        str | None,
+        typer.Option(
+            metavar="NxMEMORY",
+            help="Devices that there are, as in 1x80GB or 8x24GiB; exit code 2 if the recipe does "
+            "not fit. By default the memory on 1, 2 and 8 is shown.",
+        ),
+    ] = None,
 ) -> None:
-    """Show who does what in a cycle, and on Ray who sits where, before a run.
+    """Show who does what in a cycle, on Ray who sits where, and the memory that it takes.
 
     Nothing is started and no weights are read: the plan of a large run can be looked at anywhere.
+    Weights, gradients and optimizers are counted exactly; what comes and goes is estimated.
     """
     from fewstep.config import load_recipe
+    from fewstep.memory import parse_devices
+    from fewstep.memory_tables import plan_memory
     from fewstep.plan import plan_recipe
 
-    console.print(plan_recipe(load_recipe(recipe, overrides or [])))
+    devices = parse_devices(gpus) if gpus is not None else None
+    loaded = load_recipe(recipe, overrides or [])
+    console.print(plan_recipe(loaded))
+    try:
+        shown, too_much = plan_memory(loaded, devices)
+    except UserError as error:
+        if devices is not None:
+            raise
+        console.print(f"\nMemory: {error}", markup=False, highlight=False)
+        return
+    console.print("", shown, sep="\n")
+    if too_much is not None:
+        raise UserError(f"--gpus: {too_much}")
 
 
 def parse_numbers(text: str, option: str, least: int, most: int) -> list[int]:

@@ -29,13 +29,14 @@ ROOT = Path(__file__).parents[1]
 PAGES = [
     *(ROOT / name for name in ("README.md", "CONTRIBUTING.md", "CHANGELOG.md")),
     *sorted((ROOT / "docs").glob("*.md")),
+    *sorted((ROOT / "docs/models").glob("*.md")),
 ]
 FENCE = re.compile(r"^(`{3,})([^\n]*)\n(.*?)^\1$", re.MULTILINE | re.DOTALL)
 COMMANDS: Any = typer.main.get_command(app)
 KEYS = {*all_keys(Recipe), "data.sha256"}  # the latter: of the training data, in a fingerprint
 OF_NAMES = ("placement.groups",)  # below it are names that a recipe chooses
 SECTIONS = tuple(Recipe.model_fields)
-OTHER_PROGRAMS = ("source", "tensorboard")
+OTHER_PROGRAMS = ("source", "tensorboard", "hf")
 FILE_ENDINGS = (".py", ".md", ".yaml", ".json", ".png", ".html", ".safetensors")
 
 

@@ -32,7 +32,7 @@ LAYERS = (
     ("validation", "rollout", "weights"),
     ("config",),
     ("run",),
-    ("pipeline", "pipeline_engine"),
+    ("pipeline", "pipeline_engine", "activations", "memory", "budget", "memory_tables"),
     (
         "report",
         "report_data",

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import subprocess
 import sys
 from collections.abc import Callable
@@ -395,3 +396,52 @@ def test_planning_starts_no_ray_and_reads_no_weights(tmp_path: Path) -> None:
     command = [sys.executable, "-c", script, recipe, *OVERRIDES, "model.weights=not/there"]
     done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr
+
+
+def test_the_memory_of_one_two_and_eight_is_shown(fewstep: RunPlan) -> None:
+    code, out, _ = fewstep("plan", ROOT / "recipes/mixture/dmd2.yaml")
+    assert code == 0
+    header = next(line for line in out.splitlines() if line.startswith("what"))
+    assert header.split() == ["what", "1", "GPU", "2", "GPUs,", "fsdp2", "8", "GPUs,", "fsdp2"]
+    assert "Fits" not in out
+
+
+def test_weights_that_are_not_there_leave_the_memory_unknown(plan: RunPlan) -> None:
+    code, out, _ = plan("model.weights=not/there")
+    assert code == 0
+    assert "Memory: not known: not/there is not here" in " ".join(out.split())
+    code, _, err = plan("model.weights=not/there", "--gpus", "1x80GB")
+    assert code == 2
+    assert "(model.network)" in err
+
+
+def test_a_recipe_that_fits_is_told_what_is_left(fewstep: RunPlan) -> None:
+    code, out, _ = fewstep("plan", ROOT / "recipes/mixture/dmd2.yaml", "--gpus", "2x24GiB")
+    assert code == 0
+    assert re.search(r"Fits on 2 x 25\.77 GB, with 24\.\d\d GB left\.", out)
+
+
+def test_a_recipe_that_does_not_fit_ends_with_an_error(fewstep: RunPlan) -> None:
+    network = "model.network={sample_size: 32, num_layers: 4, num_attention_heads: 8}"
+    changes = ["model.weights=null", network, "--gpus", "1x1200MB"]
+    code, out, err = fewstep("plan", ROOT / "recipes/digits/student.yaml", *changes)
+    assert code == 2
+    assert "Does not fit on 1 x 1.20 GB: needs" in out
+    assert "train.micro_batch_size=1: " in out
+    assert "--gpus: the recipe does not fit on 1 x 1.20 GB: needs" in err
+    assert "Traceback" not in err
+
+
+@pytest.mark.parametrize("gpus", ["80GB", "1x80gb", "0x80GB"])
+def test_devices_that_cannot_be_read_are_refused(plan: RunPlan, gpus) -> None:
+    code, out, err = plan("--gpus", gpus)
+    assert code == 2
+    assert out == ""
+    assert f"--gpus: {gpus!r} is given; it should be like 1x80GB" in err
+
+
+def test_more_devices_than_samples_are_refused(fewstep: RunPlan) -> None:
+    recipe = ROOT / "recipes/mixture/dmd2.yaml"
+    code, _, err = fewstep("plan", recipe, "train.batch_size=4", "--gpus", "8x80GB")
+    assert code == 2
+    assert "--gpus: 8 are given, but train.batch_size is 4" in err

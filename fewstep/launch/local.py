@@ -36,6 +36,7 @@ from fewstep.launch.hooks import (
     run_fingerprint,
 )
 from fewstep.launch.lock import RunLock
+from fewstep.memory_tables import check_memory
 from fewstep.methods.dmd2 import sample_statistics
 from fewstep.methods.method import SamplerSpec
 from fewstep.models.model import Model
@@ -146,6 +147,7 @@ def train_in_process(
     model = model or recipe.model.build()
     recipe.method.build().check(model)
     check_ranks(recipe, ranks)
+    check_memory(recipe, model, ranks)
     if data is None and ranks.first:
         recipe.data.check(model.encoding())
     dataset = load_data(recipe, data)
