@@ -369,7 +369,7 @@ def test_the_memory_of_one_two_and_eight_is_shown(fewstep: RunPlan) -> None:
     code, out, _ = fewstep("plan", ROOT / "recipes/mixture/dmd2.yaml")
     assert code == 0
     header = next(line for line in out.splitlines() if line.startswith("what"))
-    assert header.split() == "what 1 GPU 2 GPUs, fsdp2 8 GPUs, fsdp2".split()
+    assert header.split() == ["what", "1", "GPU", "2", "GPUs,", "fsdp2", "8", "GPUs,", "fsdp2"]
     assert "Fits" not in out
 
 
