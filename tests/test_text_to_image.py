@@ -10,9 +10,11 @@ import pytest
 import torch
 import yaml
 from sd3_pipeline import write_tiny_pipeline
+from typer.testing import CliRunner
 
 import fewstep as library
 from fewstep.checkpoint import latest_checkpoint, load_checkpoint
+from fewstep.cli import app
 from fewstep.run import Run, open_run
 
 PROMPTS = ["a cat", "the red house", "a red cat on the house", "a house", "the cat", "a red thing"]
@@ -79,21 +81,24 @@ def weights(run_dir: Path) -> dict[str, torch.Tensor]:
     return {f"{n}/{k}": t for n, group in state["networks"].items() for k, t in group.items()}
 
 
+def command(*words: object) -> None:
+    """Run a command in this process."""
+    done = CliRunner().invoke(app, list(map(str, words)), catch_exceptions=False)
+    assert done.exit_code == 0, done.output
+
+
 @pytest.fixture(scope="module")
-def alone(folder: Path, recipe_of: Callable[..., Path]) -> dict[str, Path]:
-    """Encoded once, then a run in this process for each storage."""
-    from typer.testing import CliRunner
+def encoded(recipe_of: Callable[..., Path]) -> None:
+    """The prompts, encoded."""
+    command("encode", recipe_of("independent", "first"))
 
-    from fewstep.cli import app
 
-    found = {}
+@pytest.fixture(scope="module")
+def alone(encoded: None, folder: Path, recipe_of: Callable[..., Path]) -> dict[str, Path]:
+    """A run in this process for each storage."""
     for storage in STORAGES:
-        file = recipe_of(storage, storage)
-        for command in ("encode", "train"):
-            done = CliRunner().invoke(app, [command, str(file)], catch_exceptions=False)
-            assert done.exit_code == 0, done.output
-        found[storage] = folder / storage
-    return found
+        command("train", recipe_of(storage, storage))
+    return {storage: folder / storage for storage in STORAGES}
 
 
 def largest_difference(left: Path, right: Path) -> float:
@@ -138,7 +143,7 @@ def test_two_ranks_give_the_same(
 @pytest.mark.slow
 @pytest.mark.parametrize("storage", STORAGES)
 def test_two_groups_on_ray_give_the_same(
-    nothing_left: Any, folder: Path, recipe_of: Callable[..., Path], storage: str
+    nothing_left: Any, encoded: None, folder: Path, recipe_of: Callable[..., Path], storage: str
 ) -> None:
     groups = {"critic": ["fake_score", "teacher_score"], "actor": ["student", "student_ema"]}
     order = {"order": "fake_score_first"}
