@@ -38,7 +38,7 @@ MISTAKES = (
     "optimizers.student.schedule.updates=null",
     "train.cycles",
 )
-DISCRIMINATED = {"model": "family", "method": "name"}
+DISCRIMINATED = {"model": "family", "method": "name", "data": "name"}
 
 
 def write_references(directory: Path, root: Path) -> None:
@@ -110,9 +110,14 @@ def section(
             yield f"### `{dotted}`\n\nThe same keys and defaults as `{seen[signature]}`.\n"
             continue
         seen[signature] = dotted
-        choice = model["properties"][DISCRIMINATED[dotted]]["const"] if several else ""
-        label = f"{DISCRIMINATED[dotted]}: {choice}" if several else ""
+        label = choice_label(model, DISCRIMINATED[dotted]) if several else ""
         yield from section(model, dotted, defaults, definitions, seen, label)
+
+
+def choice_label(model: Mapping[str, Any], key: str) -> str:
+    """What makes a section this one of several kinds, as in "name: digits, custom, none"."""
+    choice = model["properties"][key]
+    return f"{key}: {', '.join(choice.get('enum') or [choice['const']])}"
 
 
 def referenced(field: Mapping[str, Any]) -> Iterator[str]:
