@@ -105,6 +105,9 @@ def section(
     yield ""
     for dotted, name, default, several in inner:
         model, defaults = definitions[name], default if isinstance(default, dict) else {}
+        if several and defaults:
+            key = DISCRIMINATED[dotted]
+            defaults = defaults if defaults[key] in choices(model["properties"][key]) else {}
         signature = name + json.dumps(defaults)
         if signature in seen:
             yield f"### `{dotted}`\n\nThe same keys and defaults as `{seen[signature]}`.\n"
@@ -116,8 +119,12 @@ def section(
 
 def choice_label(model: Mapping[str, Any], key: str) -> str:
     """What makes a section this one of several kinds, as in "name: digits, custom, none"."""
-    choice = model["properties"][key]
-    return f"{key}: {', '.join(choice.get('enum') or [choice['const']])}"
+    return f"{key}: {', '.join(choices(model['properties'][key]))}"
+
+
+def choices(field: Mapping[str, Any]) -> list[str]:
+    """The values of a field that takes one or a few texts."""
+    return field.get("enum") or [field["const"]]
 
 
 def referenced(field: Mapping[str, Any]) -> Iterator[str]:
