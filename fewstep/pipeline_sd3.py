@@ -9,7 +9,8 @@ from pathlib import Path
 from fewstep.methods.method import SamplerSpec
 from fewstep.models.files import read_config
 from fewstep.models.hub import COMPONENTS, directory_of
-from fewstep.models.sd3 import NETWORK_CLASS, SD3
+from fewstep.models.sd3 import SD3
+from fewstep.models.sd3_network import NETWORK_CLASS
 
 # What the teacher's pipeline has that is not distilled, and the usual classes.
 KEPT = {
