@@ -285,20 +285,31 @@ def export(
     out: Annotated[
         Path | None, typer.Option(help="Directory to write; by default RUN/export.")
     ] = None,
+    form: Annotated[
+        Literal["pipeline", "network", "lora"],
+        typer.Option(
+            "--format",
+            help="pipeline: all that sampling needs; network: without the teacher's text encoders "
+            "and autoencoder; lora: the adapter alone.",
+        ),
+    ] = "pipeline",
+    verify: Annotated[
+        bool, typer.Option(help="Load it in plain diffusers and compare samples.")
+    ] = True,
 ) -> None:
     """Write a role as a directory that plain diffusers loads, and check it by loading it.
 
     The directory holds the network, a scheduler, a pipeline with the trained sigmas, and a README
-    with the sampling loop in ten lines. LoRA students are merged; the adapter is there as well.
+    that says how to sample it. LoRA students are merged; the adapter is there as well.
     """
     from fewstep.export import export_run
     from fewstep.run import open_result, open_run
 
     opened = open_result(run) if which is None else open_run(run, which)
-    directory = export_run(opened, out or run / "export", role)
+    directory = export_run(opened, out or run / "export", role, form, verify)
+    checked = "plain diffusers gives the same images" if verify else "not compared with diffusers"
     console.print(
-        f"Exported {role or opened.result_role} of cycle {opened.cycle} to {directory}; plain "
-        f"diffusers gives the same images.",
+        f"Exported {role or opened.result_role} of cycle {opened.cycle} to {directory}; {checked}.",
         markup=False,
     )
 

@@ -11,7 +11,7 @@ from fewstep.data.conditions import Conditions, conditions_in_turn, tensor_condi
 from fewstep.data.items import Items
 from fewstep.data.settings import DATA, BuiltInData, DataSettings
 from fewstep.errors import UserError
-from fewstep.export import DESCRIPTION, ExportDescription
+from fewstep.export import DESCRIPTION, read_description
 from fewstep.methods.method import SamplerSpec
 from fewstep.roles.role import STUDENT, Roles
 from fewstep.roles.storage import Independent
@@ -112,11 +112,7 @@ def run_source(run: Run, role: str | None = None, name: str | None = None) -> So
 
 def open_export(directory: Path) -> Source:
     """Open an export; raises UserError where its files are damaged."""
-    file = directory / DESCRIPTION
-    try:
-        description = ExportDescription.model_validate_json(file.read_text())
-    except (OSError, ValueError) as error:
-        raise UserError(f"{file} cannot be read: {error}") from error
+    description = read_description(directory)
     model = description.model.build()
     network = model.load_network(directory / "transformer").float()
     spec = SamplerSpec(description.sigmas, description.solver)

@@ -29,7 +29,7 @@ ROOT = Path(__file__).parents[1]
 PAGES = [
     *(ROOT / name for name in ("README.md", "CONTRIBUTING.md", "CHANGELOG.md")),
     *sorted((ROOT / "docs").glob("*.md")),
-    *sorted((ROOT / "docs/models").glob("*.md")),
+    *sorted((ROOT / "docs" / "models").glob("*.md")),
 ]
 FENCE = re.compile(r"^(`{3,})([^\n]*)\n(.*?)^\1$", re.MULTILINE | re.DOTALL)
 COMMANDS: Any = typer.main.get_command(app)
