@@ -211,6 +211,11 @@ class SD3(Model):
         """Be told the encoding of the empty prompt."""
         self._unconditional = dict(condition)
 
+    def block_features(self, output: Any) -> Tensor:
+        """The tokens of the image; a block gives those of the text before them."""
+        _, image = output
+        return super().block_features(image)
+
     def unconditional(self, condition: Condition) -> Condition:
         """The empty prompt for every sample.
 
