@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import inspect
 from pathlib import Path as FilePath
-from typing import Annotated, ClassVar, Literal, cast, final
+from typing import Annotated, Any, ClassVar, Literal, cast, final
 
 import torch
 from pydantic import Field, model_validator
