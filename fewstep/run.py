@@ -406,7 +406,7 @@ def build_storage(
         adapters = [role for role in denoisers if role != "teacher_score"]
         storage = build_shared_base(model, teacher, adapters, recipe.lora)
     if head is not None:
-        storage.add_head(DISCRIMINATOR, head)
+        storage.add_head(DISCRIMINATOR, head, DISCRIMINATOR)
     return storage
 
 
