@@ -1,4 +1,4 @@
-"""Get 1,873 emoji with their names: 32x32 pictures on white, and a prompt for each.
+"""Get 1,026 emoji with their names: 32x32 pictures on white, and a prompt for each.
 
     python recipes/emoji/fetch.py
 
@@ -12,10 +12,10 @@ Pictures: Twemoji, (c) Twitter, Inc and other contributors, licensed under CC-BY
 package `emoji-datasource-twitter` (MIT) holds them; made smaller, and put on white. Names: those of
 Unicode's CLDR (Unicode licence), as the npm package `unicode-emoji-json` (MIT) holds them.
 
-Skin tones are left out: each is one picture in five more colours, so that they would be two in
-three of all pictures, and hide how few different ones there are to learn from. Of names with the
-same picture (families, flags of islands) the shortest is kept, so that no held-out picture is one
-that is trained on.
+Flags, signs and people are left out. They are half of all emoji, in three kinds of pictures, and
+the names of most say nothing of how to draw them: that of a flag, say. Skin tones are, too: one
+picture in five more colours is not five more pictures. Of names with the same picture the shortest
+is kept, so that no held-out picture is one that is trained on.
 """
 
 from __future__ import annotations
@@ -41,6 +41,14 @@ SHA256 = {
     NAMES: "ae7efacb55533385bf8767d613dbd36c71226669759d95919a6e9059f5e4c401",
 }
 FILES = ("emoji.json", "img/twitter/64/", "data-by-emoji.json")
+GROUPS = (
+    "Smileys & Emotion",
+    "Animals & Nature",
+    "Food & Drink",
+    "Travel & Places",
+    "Activities",
+    "Objects",
+)
 SIDE = 32
 HELD_OUT = 100
 KEY = "held out"
@@ -89,14 +97,12 @@ def unpack(archive: Path, folder: Path) -> None:
     partial.rename(folder)
 
 
-def clean_name(name: str, group: str) -> str:
+def clean_name(name: str) -> str:
     """A name of Unicode's as a prompt: plain lower-case words.
 
-    "flag Côte d’Ivoire" becomes "flag of cote d'ivoire": accents and typographic quotes are
-    spellings that nobody types.
+    "Piñata" becomes "pinata", and "twelve o’clock" "twelve o'clock": accents and typographic
+    quotes are spellings that nobody types.
     """
-    if group == "Flags" and name.startswith("flag "):
-        name = name.replace("flag ", "flag of ", 1)
     for typographic, plain in (("’", "'"), ("“", ""), ("”", ""), ("&", "and")):
         name = name.replace(typographic, plain)
     decomposed = unicodedata.normalize("NFKD", name)
@@ -105,7 +111,7 @@ def clean_name(name: str, group: str) -> str:
 
 
 def read_emoji(pictures: Path, names: Path) -> list[Emoji]:
-    """All emoji that have both a name and a picture, in the order of their prompts.
+    """All emoji of GROUPS that have both a name and a picture, in the order of their prompts.
 
     Args:
         pictures: of the unpacked package of pictures.
@@ -114,6 +120,7 @@ def read_emoji(pictures: Path, names: Path) -> list[Emoji]:
     named: Mapping[str, Mapping[str, str]] = {
         text.replace(VARIATION_SELECTOR, ""): entry
         for text, entry in json.loads((names / "data-by-emoji.json").read_text("utf-8")).items()
+        if entry["group"] in GROUPS
     }
     found: dict[str, Path] = {}
     for entry in json.loads((pictures / "emoji.json").read_text("utf-8")):
@@ -121,7 +128,7 @@ def read_emoji(pictures: Path, names: Path) -> list[Emoji]:
         name = named.get(text.replace(VARIATION_SELECTOR, ""))
         picture = pictures / "img/twitter/64" / entry["image"]
         if name is not None and picture.is_file():
-            found[clean_name(name["name"], name["group"])] = picture
+            found[clean_name(name["name"])] = picture
     return [Emoji(prompt, found[prompt]) for prompt in sorted(found)]
 
 
