@@ -39,8 +39,9 @@ demo-ray: .venv/.installed
 demo-distributed: .venv/.installed
 	$(BIN)/python examples/distributed_demo.py
 
+# By whole files: what the tests of a file share is made once.
 test: .venv/.installed-dev
-	$(BIN)/python -m pytest
+	$(BIN)/python -m pytest -n 2 --dist loadfile
 
 check: .venv/.installed-dev
 	$(BIN)/ruff check .

@@ -3,9 +3,10 @@
 from rich.table import Table
 
 from benchmarks.setup import alternate, digits_worker
+from fewstep.data.conditions import conditions_in_turn
 from fewstep.diffusion.timesteps import few_step_grid
 from fewstep.methods.method import SamplerSpec
-from fewstep.sampling import balanced_labels, sample_role
+from fewstep.sampling import sample_role
 
 COUNT = 256
 
@@ -13,12 +14,12 @@ COUNT = 256
 def run() -> Table:
     """The table; the time ratio should be near the NFE ratio."""
     worker = digits_worker("independent")
-    labels = balanced_labels(worker.roles.model.classes, COUNT)
+    conditions = conditions_in_turn(worker.roles.model.classes, None, COUNT)
     teacher = SamplerSpec(few_step_grid(50), "euler")
     student = worker.method.sampler()
 
     def sample(role: str, spec: SamplerSpec) -> None:
-        sample_role(worker.roles, role, spec, COUNT, labels=labels)
+        sample_role(worker.roles, role, spec, conditions)
 
     slow, fast, ratio = alternate(
         lambda: sample("teacher_score", teacher), lambda: sample("student", student), rounds=5

@@ -5,13 +5,17 @@ from __future__ import annotations
 import os
 import sys
 from pathlib import Path
-from typing import Annotated, Any, Literal, NoReturn, final
+from typing import TYPE_CHECKING, Annotated, Any, Literal, NoReturn, final
 
 import typer
 from rich.console import Console
 from typer.core import TyperCommand
 
 from fewstep.errors import INTERRUPTED, TrainingError, UserError
+
+if TYPE_CHECKING:  # these import torch, which takes seconds
+    from fewstep.data.conditions import Conditions
+    from fewstep.source import Source
 
 app = typer.Typer(
     name="fewstep",
@@ -130,10 +134,14 @@ def sample(
     ] = None,
     prompts: Annotated[
         Path | None,
-        typer.Option(help="Prompts, for text-to-image networks (no built-in family is one)."),
+        typer.Option(help="Text-to-image networks: a text file, one prompt a line."),
+    ] = None,
+    prompt: Annotated[
+        list[str] | None, typer.Option(help="Text-to-image networks: a prompt; may be repeated.")
     ] = None,
     count: Annotated[
-        int | None, typer.Option(min=1, help="Number of samples; by default one a class, or 16.")
+        int | None,
+        typer.Option(min=1, help="Number of samples; by default one a class or prompt, or 16."),
     ] = None,
     seed: Annotated[int, typer.Option(min=0, help="Of the noise: same seed, same samples.")] = 0,
     which: Annotated[
@@ -149,8 +157,6 @@ def sample(
     from fewstep.images import write_samples
     from fewstep.source import open_source
 
-    if prompts is not None:
-        raise UserError("--prompts: no network family takes prompts yet; use --classes")
     if (role is not None or which is not None) and (source / DESCRIPTION).is_file():
         option = "--role" if role is not None else "--which"
         raise UserError(f"{option}: {source} is an export, which holds one network; leave it out")
@@ -159,9 +165,9 @@ def sample(
     if steps is not None and opened.few_step and spec.sigmas != opened.sampler(None).sigmas:
         trained = opened.sampler(None).steps
         errors.print(f"[yellow]Note:[/yellow] this student was trained for {trained} steps only.")
-    labels = choose_labels(opened.roles.model.classes, classes, count)
-    total = len(labels) if labels is not None else count or 16
-    samples = opened.sample(total, labels, spec, seed)
+    given = read_prompts(prompts, prompt or [])
+    conditions = choose_conditions(opened, classes, given, count)
+    samples = opened.sample(conditions, spec, seed)
     written = write_samples(samples.images, out)
     console.print(
         f"{written}: {spec.steps} steps, {spec.nfe} network calls each, {samples.seconds:.2f} s",
@@ -315,19 +321,43 @@ def parse_numbers(text: str, option: str, least: int, most: int) -> list[int]:
     return numbers
 
 
-def choose_labels(classes: int | None, wanted: str | None, count: int | None) -> Any:
-    """Labels for `sample`: those asked for, repeated up to `count`; int64 [N] or None."""
+def read_prompts(file: Path | None, prompts: list[str]) -> list[str]:
+    """The lines of a text file, without empty ones, and prompts of the command line after them."""
+    lines: list[str] = []
+    if file is not None:
+        try:
+            lines = [line.strip() for line in file.read_text(encoding="utf-8").splitlines()]
+        except (OSError, UnicodeDecodeError) as error:
+            raise UserError(f"--prompts: {file} cannot be read: {error}") from error
+        lines = [line for line in lines if line]
+        if not lines:
+            raise UserError(f"--prompts: {file} has no prompt in it; write one a line")
+    return [*lines, *prompts]
+
+
+def choose_conditions(
+    source: Source, wanted: str | None, prompts: list[str], count: int | None
+) -> Conditions:
+    """What `sample` was asked for: classes or prompts, repeated up to `count`."""
     import torch
 
-    if classes is None:
-        if wanted is not None:
-            raise UserError("--classes: the network is unconditional")
-        return None
-    chosen = list(range(classes))
+    from fewstep.data.conditions import label_conditions
+
+    classes = source.roles.model.classes
+    if wanted is not None and classes is None:
+        what = "takes prompts" if source.roles.model.prompted else "is unconditional"
+        raise UserError(f"--classes: the network {what}")
+    if prompts:
+        if not source.roles.model.prompted:
+            raise UserError(
+                "--prompts: the network takes none" + ("; use --classes" * bool(classes))
+            )
+        return source.encode([prompts[i % len(prompts)] for i in range(count or len(prompts))])
     if wanted is not None:
-        chosen = parse_numbers(wanted, "--classes", least=0, most=classes - 1)
-    total = count or len(chosen)
-    return torch.tensor([chosen[i % len(chosen)] for i in range(total)])
+        chosen = parse_numbers(wanted, "--classes", least=0, most=(classes or 1) - 1)
+        total = count or len(chosen)
+        return label_conditions(torch.tensor([chosen[i % len(chosen)] for i in range(total)]))
+    return source.conditions(count or classes or 16)
 
 
 def print_error(message: str, details: str = "") -> None:

@@ -9,13 +9,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from fewstep.data.dataset import Dataset, load_dataset
+from fewstep.data.items import Items
 from fewstep.errors import UserError
 from fewstep.files import saving
 from fewstep.report import write_report
 from fewstep.report_data import distinct_runs
 from fewstep.results import evaluation_document, result_row, write_evaluation
-from fewstep.sampling import balanced_labels
 from fewstep.source import Source
 from fewstep.validation import FeatureKind, build_evaluator
 
@@ -28,7 +27,7 @@ def evaluate_sources(
     steps: Sequence[int] = (),
     samples: int = 2000,
     seed: int = 0,
-    dataset: Dataset | None = None,
+    dataset: Items | None = None,
     features: FeatureKind = "auto",
     on_result: Callable[[dict[str, Any]], None] = lambda row: None,
 ) -> tuple[dict[str, Any], dict[str, Tensor]]:
@@ -50,22 +49,23 @@ def evaluate_sources(
         UserError: where the sources have no real data to be compared with, or different ones, or
             samples are not finite.
     """
-    names = {source.data_name for source in sources}
+    names = {source.data.name for source in sources}
     if len(names) != 1:
         raise UserError(f"the sources were trained on different data: {', '.join(sorted(names))}")
-    data_name = names.pop()
-    real = dataset if dataset is not None else _load_data(data_name)
-    evaluator = build_evaluator(real, features, data_name)
+    first = sources[0]
+    real = dataset if dataset is not None else _load_data(first)
+    evaluator = build_evaluator(real, first.roles.model, features, first.data.name)
+    if evaluator is None:
+        raise UserError(f"data.name is {first.data.name!r}: prompts alone, no images to compare")
     rows: list[dict[str, Any]] = []
     images: dict[str, Tensor] = {}
     for name, source in zip(distinct_names(sources), sources, strict=True):
         for count in (None,) if source.few_step or not steps else steps:
             spec = source.sampler(count)
-            labels = balanced_labels(source.roles.model.classes, samples)
-            made = source.sample(samples, labels, spec, seed)
+            made = source.sample(source.conditions(samples), spec, seed)
             if not torch.isfinite(made.images).all():
                 raise UserError(f"the samples of {name} are not finite")
-            metrics = evaluator.evaluate(made.images, labels)
+            metrics = evaluator.evaluate(made.images, made.labels)
             rows.append(result_row(name, spec.steps, spec.nfe, made.seconds, metrics))
             images[f"{name}, {count_steps(spec.steps)}"] = made.images
             on_result(rows[-1])
@@ -88,14 +88,15 @@ def distinct_names(sources: Sequence[Source]) -> list[str]:
     ]
 
 
-def _load_data(name: str) -> Dataset:
-    dataset = load_dataset(name)
-    if dataset is None:
+def _load_data(source: Source) -> Items:
+    # Samples of prompts are compared with the images of the same prompts.
+    items = source.items if source.items is not None else source.data.load()
+    if items is None:
         raise UserError(
-            f"data.name is {name!r}: there is no real data to compare with; name it in the "
-            f"recipe, or pass it as dataset="
+            f"data.name is {source.data.name!r}: there is no real data to compare with; name it "
+            f"in the recipe, or pass it as dataset="
         )
-    return dataset
+    return items
 
 
 def write_comparison(
@@ -122,8 +123,12 @@ def write_comparison(
         if (source.path / "metrics.jsonl").is_file()
     )
     rows = comparison_rows(document, images)
-    classes = sources[0].roles.model.classes
-    labels = [str(i % classes) if classes else "" for i in range(PICTURED)]
+    shown = sources[0].conditions(PICTURED)
+    labels = [""] * PICTURED
+    if shown.labels is not None:
+        labels = [str(label) for label in shown.labels.tolist()]
+    elif shown.prompts is not None:
+        labels = list(shown.prompts)
     pictured = all(image.ndim == 4 for image in rows.values())
     with saving(out):
         write_evaluation(out / "evaluation.json", document)

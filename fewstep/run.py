@@ -22,8 +22,9 @@ from fewstep.checkpoint import (
 )
 from fewstep.config import Recipe, load_recipe
 from fewstep.data.batches import batch_source
+from fewstep.data.conditions import Conditions, conditions_in_turn, label_conditions
 from fewstep.data.dataset import Dataset
-from fewstep.data.items import Items
+from fewstep.data.items import Items, JoinedItems
 from fewstep.errors import UserError
 from fewstep.methods.method import Method, SamplerSpec
 from fewstep.models import ModelSettings
@@ -37,7 +38,7 @@ from fewstep.placement import PlacementSettings
 from fewstep.roles.role import Roles, mark_trained
 from fewstep.roles.storage import Storage, build_independent, build_shared_base
 from fewstep.rollout import RolloutSettings
-from fewstep.sampling import Samples, balanced_labels, cpu_threads, sample_role
+from fewstep.sampling import Samples, cpu_threads, sample_role
 from fewstep.training.worker import Worker
 from fewstep.validation import sampled_role
 
@@ -56,6 +57,7 @@ class Run:
         worker: holds roles and method.
         cycle: the last one that the weights have seen.
         cycles_run: how many of them were run by this call of `train`.
+        items: whose prompts its samples have, where the network takes any.
     """
 
     directory: Path
@@ -63,6 +65,7 @@ class Run:
     worker: Worker
     cycle: int
     cycles_run: int = 0
+    items: Items | None = None
 
     @property
     def roles(self) -> Roles:
@@ -97,28 +100,35 @@ class Run:
         """Sample a role, by default the result on the grid it was trained for.
 
         Args:
-            count: number of samples; by default as many as classes.
+            count: number of samples, by default 16, where no classes are given.
             classes: a label for each sample; by default 0, 1, 2, ... in turn.
             steps: another number of steps than the trained one.
             role: whose network.
             seed: of the noise.
             spec: a sampler of your own instead of `steps`.
+
+        Raises:
+            ValueError: where the classes do not fit the network, or the count.
         """
-        labels = torch.as_tensor(classes) if classes is not None else None
-        if labels is None:
-            labels = balanced_labels(self.roles.model.classes, count or 16)
-        total = count or (len(labels) if labels is not None else 16)
+        conditions = self.conditions(count or 16)
+        if classes is not None:
+            conditions = label_conditions(torch.as_tensor(classes))
+            if count not in (None, len(conditions)):
+                raise ValueError(f"{count} samples are asked for, but {len(conditions)} classes")
         sampler = spec or self.method.sampler(steps)
         with cpu_threads(self.recipe.runtime.threads):
             return sample_role(
                 self.roles,
                 role or self.result_role,
                 sampler,
-                total,
-                labels=labels,
+                conditions,
                 seed=seed,
                 ranks=self.worker.ranks,
             )
+
+    def conditions(self, count: int) -> Conditions:
+        """Of samples that stand for all: prompts, those held out first, or classes, in turn."""
+        return conditions_in_turn(self.roles.model.classes, self.items, count)
 
 
 @final
@@ -167,13 +177,13 @@ def open_run(
         raise UserError(f"{directory} is not a run directory: it has no {RECIPE}")
     recipe = load_recipe(directory / RECIPE)
     checkpoint = find_checkpoint(directory, which)
+    model = model or recipe.model.build()
+    items = prompts_to_sample(recipe, model)
     # However it was trained: a run is opened whole, by one process.
-    worker = build_worker(
-        for_one_process(recipe), model or recipe.model.build(), None, teacher=None
-    )
+    worker = build_worker(for_one_process(recipe), model, None, teacher=None)
     state = load_checkpoint(checkpoint, worker.empty_state)
     worker.load_state_dict(state)
-    return Run(directory, recipe, worker, state["cycle"])
+    return Run(directory, recipe, worker, state["cycle"], items=items)
 
 
 def for_one_process(recipe: Recipe) -> Recipe:
@@ -419,6 +429,27 @@ def check_labels_fit(model: Model, dataset: Dataset) -> None:
             raise UserError(f"data: label {highest} is too high for {model.classes} classes")
     if (dataset.labels is None) != (model.classes is None):
         raise UserError("data: labels are needed by a class-conditional network, and only there")
+
+
+def prompts_to_sample(recipe: Recipe, model: Model, given: Items | None = None) -> Items | None:
+    """The items whose prompts a run's samples have, those held out first; None without prompts.
+
+    The model is told what stands for no prompt.
+
+    Args:
+        recipe: resolved.
+        model: the adapter.
+        given: a data set of the caller's.
+    """
+    if not model.prompted:
+        return None
+    items = given if given is not None else recipe.data.load()
+    held_out = None if given is not None else recipe.data.load("validation")
+    if items is not None and held_out is not None:
+        items = JoinedItems(held_out, items)
+    if items is not None:
+        model.take_unconditional(items.unconditional)
+    return items
 
 
 @contextmanager

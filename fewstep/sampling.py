@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import final
@@ -11,11 +11,12 @@ from typing import final
 import torch
 from torch import Tensor
 
+from fewstep.data.conditions import Conditions
 from fewstep.diffusion.draw import Draw
 from fewstep.diffusion.prediction import Prediction
 from fewstep.diffusion.samplers import sample_few_step, sample_heun
 from fewstep.methods.method import Rollout, SamplerSpec, trained_transition
-from fewstep.models.model import Denoiser, Model
+from fewstep.models.model import Condition, Denoiser, Model
 from fewstep.parallel.ranks import SINGLE, Ranks
 from fewstep.roles.role import Roles
 
@@ -27,71 +28,85 @@ class Samples:
 
     Attributes:
         images: decoded samples [N, ...], on the CPU.
-        labels: int64 [N], or None.
+        conditions: what they were conditioned on.
         seconds: time in the sampler, without set-up.
         network_calls: made for each batch, counted.
     """
 
     images: Tensor
-    labels: Tensor | None
+    conditions: Conditions
     seconds: float
     network_calls: int
+
+    @property
+    def labels(self) -> Tensor | None:
+        """Class labels, int64 [N], or None."""
+        return self.conditions.labels
 
 
 def sample_role(
     roles: Roles,
     role: str,
     spec: SamplerSpec,
-    count: int,
+    conditions: Conditions,
     *,
-    labels: Tensor | None = None,
     seed: int = 0,
     batch_size: int = 256,
     on_batch: Callable[[int], None] = lambda done: None,
     ranks: Ranks = SINGLE,
+    decode: bool = True,
 ) -> Samples:
-    """Sample a role's network; sample i depends on seed, i and its label alone.
+    """Sample a role's network; sample i depends on seed, i and its condition alone.
 
     Args:
         roles: holds the role.
         role: whose network.
         spec: grid, solver and guidance.
-        count: number of samples.
-        labels: int64 [count]; None for an unconditional network.
+        conditions: of each sample.
         seed: of the initial noise, which is the same for every role and solver.
         batch_size: samples at once.
         on_batch: called with the number of samples finished.
         ranks: that share the work; every one of them calls this, and gets all samples.
+        decode: whether samples are made into images, or stay as the network has them.
 
     Raises:
-        ValueError: where labels do not fit the network.
+        ValueError: where the conditions do not fit the network.
     """
-    check_labels(roles.model.classes, count, labels)
+    check_conditions(roles.model, conditions)
+    count = len(conditions)
     mine = ranks.share(count)
     # As many calls on every rank, since a sharded network is gathered by all at once.
     rounds = range(0, -(-count // ranks.size), batch_size)
     ids = torch.arange(mine.start, max(mine.stop, mine.start + rounds.stop), device=roles.device)
     ids = ids.clamp(max=count - 1)
-    condition = {} if labels is None else {"class_labels": labels.to(ids.device)[ids]}
     parts, calls, seconds = [], 0, 0.0
     with torch.no_grad(), roles.use(role) as denoiser:
         for start in rounds:
-            rows = slice(start, start + batch_size)
-            part = {key: value[rows] for key, value in condition.items()}
+            some = ids[start : start + batch_size]
+            condition = placed(conditions.of(some.cpu()), roles.device, roles.dtype)
             began = time.perf_counter()
-            samples, calls = sample_batch(denoiser, spec, ids[rows], part, seed, roles.dtype)
-            parts.append(roles.model.decode(samples).float().cpu())
+            samples, calls = sample_batch(denoiser, spec, some, condition, seed, roles.dtype)
+            images = roles.model.decode(samples) if decode else samples
+            parts.append(images.float().cpu())
             seconds += time.perf_counter() - began
             on_batch(min(start + batch_size, count))
-    images = ranks.gather_shares(torch.cat(parts)[: len(mine)], count)
-    return Samples(images, labels, seconds, calls)
+    gathered = ranks.gather_shares(torch.cat(parts)[: len(mine)], count)
+    return Samples(gathered, conditions, seconds, calls)
+
+
+def placed(condition: Condition, device: torch.device, dtype: torch.dtype) -> dict[str, Tensor]:
+    """A condition on a device; entries that are floating point in `dtype`."""
+    return {
+        key: value.to(device, dtype if value.is_floating_point() else value.dtype)
+        for key, value in condition.items()
+    }
 
 
 def sample_batch(
     denoiser: Denoiser,
     spec: SamplerSpec,
     ids: Tensor,
-    condition: Mapping[str, Tensor],
+    condition: Condition,
     seed: int,
     dtype: torch.dtype,
 ) -> tuple[Tensor, int]:
@@ -118,7 +133,7 @@ def rollout_of_samples(
     model: Model,
     spec: SamplerSpec,
     ids: Tensor,
-    labels: Tensor | None,
+    condition: Condition,
     seed: int,
     dtype: torch.dtype,
 ) -> Rollout:
@@ -128,7 +143,7 @@ def rollout_of_samples(
         model: the adapter.
         spec: few-step and without guidance, as a student's is.
         ids: int64 [B].
-        labels: int64 [B], or None.
+        condition: of these samples, each entry [B, ...].
         seed: of the noise.
         dtype: of the noise.
 
@@ -140,25 +155,23 @@ def rollout_of_samples(
         raise ValueError("a guided sampler calls the network twice a step")
     draw, used = Draw(seed, 0, "sample"), spec.steps if kind == "renoise" else 1
     noise = [draw.normal(f"noise/{s}", ids, model.sample_shape, dtype) for s in range(used)]
-    condition = {} if labels is None else {"class_labels": labels.to(ids.device)}
-    return Rollout(torch.stack(noise, 1), spec.sigmas, kind, condition)
+    return Rollout(torch.stack(noise, 1), spec.sigmas, kind, placed(condition, ids.device, dtype))
 
 
-def check_labels(classes: int | None, count: int, labels: Tensor | None) -> None:
-    """Raise ValueError unless there is one valid label a sample, or none are needed."""
+def check_conditions(model: Model, conditions: Conditions) -> None:
+    """Raise ValueError unless samples have labels or prompts just where the network takes any."""
+    labels, classes = conditions.labels, model.classes
+    if (conditions.prompts is not None) != model.prompted:
+        given = "needs a prompt for each sample" if model.prompted else "takes no prompts"
+        raise ValueError(f"the network {given}")
     if classes is None:
         if labels is not None:
             raise ValueError("the network is unconditional: it takes no class labels")
         return
-    if labels is None or len(labels) != count:
-        raise ValueError(f"{count} class labels are needed, one for each sample")
-    if count and not (int(labels.min()) >= 0 and int(labels.max()) < classes):
+    if labels is None:
+        raise ValueError(f"{len(conditions)} class labels are needed, one for each sample")
+    if len(labels) and not (int(labels.min()) >= 0 and int(labels.max()) < classes):
         raise ValueError(f"class labels must be in 0..{classes - 1}")
-
-
-def balanced_labels(classes: int | None, count: int) -> Tensor | None:
-    """Labels 0, 1, ..., 0, 1, ...: int64 [count]; None for an unconditional network."""
-    return None if classes is None else torch.arange(count) % classes
 
 
 @contextmanager

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import final
 
-from torch import Tensor
-
+from fewstep.data.conditions import Conditions, conditions_in_turn, tensor_conditions
+from fewstep.data.dataset import DataSettings
+from fewstep.data.items import Items
 from fewstep.errors import UserError
 from fewstep.export import DESCRIPTION, ExportDescription
 from fewstep.methods.method import SamplerSpec
@@ -30,8 +31,9 @@ class Source:
         role: whose network.
         sampler: steps (None: its own) -> how to sample.
         few_step: whether its own grid is the only one that it was trained on.
-        data_name: the real data that it is judged by.
+        data: the real data that it is judged by.
         threads: CPU threads to sample with; None: as many as torch uses already.
+        items: whose prompts its samples have, where the network takes any.
     """
 
     name: str
@@ -40,13 +42,33 @@ class Source:
     role: str
     sampler: Callable[[int | None], SamplerSpec]
     few_step: bool
-    data_name: str
+    data: DataSettings
     threads: int | None = None
+    items: Items | None = None
 
-    def sample(self, count: int, labels: Tensor | None, spec: SamplerSpec, seed: int) -> Samples:
+    def conditions(self, count: int) -> Conditions:
+        """Of samples that stand for all: prompts, those held out first, or classes, in turn.
+
+        Raises:
+            UserError: where the network takes prompts, and there are none.
+        """
+        if self.roles.model.prompted and self.items is None:
+            raise UserError(f"{self.path}: this network takes prompts; give some with --prompts")
+        return conditions_in_turn(self.roles.model.classes, self.items, count)
+
+    def encode(self, prompts: Sequence[str]) -> Conditions:
+        """The conditions of prompts, by the encoders of the network's family.
+
+        Raises:
+            UserError: where the network takes none, or its encoders cannot be loaded.
+        """
+        encoder = self.roles.model.prompt_encoder(self.roles.device, self.roles.dtype)
+        return tensor_conditions(encoder.encode(prompts), prompts)
+
+    def sample(self, conditions: Conditions, spec: SamplerSpec, seed: int) -> Samples:
         """Samples of this source; noise depends on seed and position alone."""
         with cpu_threads(self.threads):
-            return sample_role(self.roles, self.role, spec, count, labels=labels, seed=seed)
+            return sample_role(self.roles, self.role, spec, conditions, seed=seed)
 
 
 def open_source(path: Path | str, which: Which | None = None, role: str | None = None) -> Source:
@@ -82,8 +104,9 @@ def run_source(run: Run, role: str | None = None, name: str | None = None) -> So
         role or run.result_role,
         run.method.sampler,
         not run.method.needs_data,
-        run.recipe.data.name,
+        run.recipe.data,
         run.recipe.runtime.threads,
+        run.items,
     )
 
 
@@ -104,4 +127,5 @@ def open_export(directory: Path) -> Source:
             raise UserError(f"--steps {steps}: this export samples in {spec.steps}")
         return spec
 
-    return Source(directory.name, directory, roles, STUDENT, sampler, True, description.data)
+    data = DataSettings.model_validate({"name": description.data})
+    return Source(directory.name, directory, roles, STUDENT, sampler, True, data)

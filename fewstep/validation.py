@@ -7,15 +7,19 @@ from typing import Annotated, Any, Literal, final
 
 import torch
 from pydantic import Field
+from torch import Tensor
 
+from fewstep.data.conditions import conditions_in_turn
 from fewstep.data.dataset import Dataset
+from fewstep.data.items import Items
 from fewstep.errors import UserError
 from fewstep.evaluation import HIGHER_IS_BETTER, Evaluator
 from fewstep.features import FeatureNetwork, InceptionFeatures, RawFeatures, train_digit_classifier
 from fewstep.methods.method import SamplerSpec
+from fewstep.models.model import Model
 from fewstep.parallel.ranks import SINGLE, Ranks
 from fewstep.roles.role import STUDENT, STUDENT_EMA, Roles
-from fewstep.sampling import Samples, balanced_labels, sample_role
+from fewstep.sampling import Samples, sample_role
 from fewstep.settings import Settings
 from fewstep.training.metrics import Metrics, logger
 from fewstep.training.phase import PhaseResult
@@ -45,8 +49,25 @@ class ValidationSettings(Settings):
     )
 
 
-def build_evaluator(dataset: Dataset, features: FeatureKind, data_name: str) -> Evaluator:
-    """An evaluator against real data; "auto" takes the digits' classifier for the digits."""
+MOST_REAL = 10_000
+
+
+def build_evaluator(
+    items: Items, model: Model, features: FeatureKind, data_name: str
+) -> Evaluator | None:
+    """An evaluator against real data; None where these are prompts alone.
+
+    Args:
+        items: the real data; of more than 10,000 items, the first ones.
+        model: makes images of their samples.
+        features: "auto" takes the digits' classifier for the digits.
+        data_name: as in the recipe.
+
+    Raises:
+        UserError: where the features cannot be had.
+    """
+    if not items.has_samples:
+        return None
     network: FeatureNetwork
     if features == "digits" or (features == "auto" and data_name == "digits"):
         network = train_digit_classifier()
@@ -57,7 +78,18 @@ def build_evaluator(dataset: Dataset, features: FeatureKind, data_name: str) -> 
             raise UserError(f"features: 'inception': {error}") from error
     else:
         network = RawFeatures()
-    return Evaluator(dataset.samples, dataset.labels, network)
+    labels = items.labels if isinstance(items, Dataset) else None
+    labels = labels[:MOST_REAL] if labels is not None else None
+    return Evaluator(real_images(items, model), labels, network)
+
+
+def real_images(items: Items, model: Model, batch_size: int = 64) -> Tensor:
+    """The images of at most 10,000 items, [N, ...] on the CPU."""
+    if isinstance(items, Dataset):
+        return items.samples[:MOST_REAL]
+    numbers = torch.arange(min(len(items), MOST_REAL))
+    parts = [items.x0(some).float() for some in torch.split(numbers, batch_size)]
+    return torch.cat([model.decode(part).float().cpu() for part in parts])
 
 
 def sampled_role(roles: Container[str]) -> str:
@@ -66,7 +98,11 @@ def sampled_role(roles: Container[str]) -> str:
 
 
 def validation_samples(
-    settings: ValidationSettings, roles: Roles, spec: SamplerSpec, ranks: Ranks = SINGLE
+    settings: ValidationSettings,
+    roles: Roles,
+    spec: SamplerSpec,
+    items: Items | None,
+    ranks: Ranks = SINGLE,
 ) -> Samples | None:
     """What the student, or its average, is judged by; None before the student's first update.
 
@@ -74,6 +110,7 @@ def validation_samples(
         settings: how many, and of which noise.
         roles: hold the student.
         spec: how it is sampled.
+        items: whose prompts the samples have, where the network takes any.
         ranks: that share the sampling; every one of them calls this.
     """
     if roles[STUDENT].successful == 0:
@@ -82,8 +119,7 @@ def validation_samples(
         roles,
         sampled_role(roles),
         spec,
-        settings.samples,
-        labels=balanced_labels(roles.model.classes, settings.samples),
+        conditions_in_turn(roles.model.classes, items, settings.samples),
         seed=settings.seed,
         batch_size=settings.batch_size,
         ranks=ranks,

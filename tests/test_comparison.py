@@ -10,8 +10,8 @@ from typing import Any
 import pytest
 import torch
 
-from fewstep import comparison
 from fewstep.comparison import evaluate_sources, write_comparison
+from fewstep.data.conditions import conditions_in_turn
 from fewstep.data.dataset import Dataset
 from fewstep.errors import UserError
 from fewstep.methods.method import SamplerSpec
@@ -28,18 +28,16 @@ def source(path: Path, value: float = 0.0) -> Source:
         name=path.name,
         path=path,
         few_step=True,
-        data_name="digits",
+        data=SimpleNamespace(name="digits", load=lambda: Dataset(torch.rand(64, 1, 8, 8))),
+        items=None,
         roles=SimpleNamespace(model=SimpleNamespace(classes=10)),
+        conditions=lambda count: conditions_in_turn(10, None, count),
         sampler=lambda steps: SamplerSpec((1.0,), "euler"),
-        sample=lambda count, *_: Samples(torch.full((count, 1, 8, 8), value), None, 0.1, 1),
+        sample=lambda wanted, *_: Samples(
+            torch.full((len(wanted), 1, 8, 8), value), wanted, 0.1, 1
+        ),
     )
     return made
-
-
-@pytest.fixture(autouse=True)
-def real(monkeypatch: pytest.MonkeyPatch) -> None:
-    images, labels = torch.rand(64, 1, 8, 8), torch.arange(64) % 10
-    monkeypatch.setattr(comparison, "load_dataset", lambda name: Dataset(images, labels))
 
 
 @pytest.mark.parametrize("value", [float("nan"), float("inf")])

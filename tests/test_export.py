@@ -17,6 +17,7 @@ from diffusers import (
 from peft import LoraConfig
 
 import fewstep
+from fewstep.data.conditions import label_conditions
 from fewstep.errors import UserError
 from fewstep.export import export_lora, export_run, largest_difference
 from fewstep.methods.method import SamplerSpec
@@ -132,7 +133,7 @@ def test_an_export_is_sampled_like_its_run(runs: dict, tmp_path: Path) -> None:
     source = open_source(directory)
     labels = torch.arange(6)
     ours = run.sample(classes=labels, seed=5).images
-    theirs = source.sample(6, labels, source.sampler(None), 5).images
+    theirs = source.sample(label_conditions(labels), source.sampler(None), 5).images
     torch.testing.assert_close(theirs, ours, rtol=0, atol=1e-5)
     with pytest.raises(UserError, match="samples in 3"):
         source.sampler(2)

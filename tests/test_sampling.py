@@ -7,9 +7,15 @@ import torch
 from torch import Tensor
 
 import fewstep
+from fewstep.data.conditions import (
+    Conditions,
+    label_conditions,
+    no_conditions,
+    tensor_conditions,
+)
 from fewstep.methods.method import SamplerSpec
 from fewstep.models.dit import DiT
-from fewstep.sampling import balanced_labels, sample_role
+from fewstep.sampling import sample_role
 
 NETWORK = {"num_layers": 1, "num_attention_heads": 1, "attention_head_dim": 8, "patch_size": 4}
 
@@ -87,21 +93,22 @@ def test_the_stored_recipe_holds_the_grid_itself(run: fewstep.Run) -> None:
 
 def test_a_sample_depends_on_its_place_and_label_alone(run: fewstep.Run) -> None:
     labels = torch.tensor([3, 1, 4, 1, 5, 9])
+    conditions = label_conditions(labels)
     spec = run.method.sampler()
-    whole = sample_role(run.roles, "student", spec, 6, labels=labels, seed=2).images
-    parts = sample_role(run.roles, "student", spec, 6, labels=labels, seed=2, batch_size=2).images
-    fewer = sample_role(run.roles, "student", spec, 3, labels=labels[:3], seed=2).images
+    whole = sample_role(run.roles, "student", spec, conditions, seed=2).images
+    parts = sample_role(run.roles, "student", spec, conditions, seed=2, batch_size=2).images
+    fewer = sample_role(run.roles, "student", spec, label_conditions(labels[:3]), seed=2).images
     torch.testing.assert_close(whole, parts, rtol=0, atol=1e-6)
     torch.testing.assert_close(whole[:3], fewer, rtol=0, atol=1e-6)
-    other = sample_role(run.roles, "student", spec, 6, labels=labels, seed=3).images
+    other = sample_role(run.roles, "student", spec, conditions, seed=3).images
     assert (whole - other).abs().max() > 1e-3
 
 
 def test_all_solvers_start_from_the_same_noise(run: fewstep.Run) -> None:
     # One Euler, Heun or renoise step from sigma 1 is the same prediction.
-    labels = torch.arange(4)
+    four = label_conditions(torch.arange(4))
     one = [
-        sample_role(run.roles, "student", SamplerSpec((1.0,), solver), 4, labels=labels).images
+        sample_role(run.roles, "student", SamplerSpec((1.0,), solver), four).images
         for solver in ("euler", "heun", "renoise")
     ]
     assert torch.equal(one[0], one[1])
@@ -115,16 +122,25 @@ def test_network_calls_are_counted_as_they_are_made(
     run: fewstep.Run, timesteps: list[float], solver: str, guidance: float, calls: int
 ) -> None:
     spec = SamplerSpec((1.0, 0.7, 0.3), solver, guidance)
-    made = sample_role(run.roles, "student", spec, 4, labels=torch.arange(4))
+    made = sample_role(run.roles, "student", spec, label_conditions(torch.arange(4)))
     assert made.network_calls == len(timesteps) == spec.nfe == calls
 
 
-@pytest.mark.parametrize("labels", [None, torch.tensor([1, 2]), torch.tensor([1, 2, 10])])
-def test_labels_that_do_not_fit_are_refused(run: fewstep.Run, labels: Tensor | None) -> None:
-    with pytest.raises(ValueError, match="class labels"):
-        sample_role(run.roles, "student", run.method.sampler(), 3, labels=labels)
+@pytest.mark.parametrize(
+    ("conditions", "message"),
+    [
+        (no_conditions(3), "3 class labels are needed"),
+        (label_conditions(torch.tensor([1, 2, 10])), r"class labels must be in 0\.\.9"),
+        (tensor_conditions({}, ["a", "b", "c"]), "takes no prompts"),
+    ],
+)
+def test_conditions_that_do_not_fit_are_refused(
+    run: fewstep.Run, conditions: Conditions, message: str
+) -> None:
+    with pytest.raises(ValueError, match=message):
+        sample_role(run.roles, "student", run.method.sampler(), conditions)
 
 
-def test_balanced_labels_take_each_class_in_turn() -> None:
-    assert balanced_labels(3, 7).tolist() == [0, 1, 2, 0, 1, 2, 0]
-    assert balanced_labels(None, 7) is None
+def test_a_count_that_contradicts_the_classes_is_refused(run: fewstep.Run) -> None:
+    with pytest.raises(ValueError, match="3 samples are asked for, but 2 classes"):
+        run.sample(3, classes=[1, 2])

@@ -15,6 +15,8 @@ from fewstep.data.digits import load_digits
 from fewstep.data.items import Items
 from fewstep.settings import Settings
 
+Split = Literal["train", "validation"]
+
 
 @final
 @dataclass(frozen=True)
@@ -69,9 +71,13 @@ class DataSettings(Settings):
         "none: no data",
     )
 
-    def load(self) -> Dataset | None:
-        """The data set, or None for "none" and "custom"."""
-        return load_dataset(self.name)
+    def load(self, split: Split = "train") -> Items | None:
+        """The data set, or None for "none" and "custom".
+
+        Args:
+            split: "train", or "validation": items that are held out, None without any.
+        """
+        return load_dataset(self.name) if split == "train" else None
 
 
 def load_dataset(name: str) -> Dataset | None:

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import hashlib
 from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
+from typing import final
 
+import torch
 from torch import Tensor
 
 
@@ -50,3 +53,46 @@ class Items(ABC):
         Raises:
             ValueError: where they have none.
         """
+
+
+@final
+class JoinedItems(Items):
+    """Items of one data set, and after them those of another of the same kind."""
+
+    def __init__(self, first: Items, second: Items) -> None:
+        """Both have samples, or neither; both have prompts, or neither."""
+        self._parts = (first, second)
+        self.has_samples = first.has_samples and second.has_samples
+        self.unconditional = first.unconditional
+        if first.prompts is not None and second.prompts is not None:
+            self.prompts = [*first.prompts, *second.prompts]
+
+    @property
+    def sha256(self) -> str:
+        """Of both."""
+        return hashlib.sha256("".join(p.sha256 for p in self._parts).encode()).hexdigest()
+
+    def __len__(self) -> int:
+        return sum(map(len, self._parts))
+
+    def condition(self, items: Tensor) -> dict[str, Tensor]:
+        """See `Items.condition`."""
+        found = [part.condition(numbers) for part, numbers in self._split(items)]
+        return {key: _in_order(items, [one[key] for one in found]) for key in found[0]}
+
+    def x0(self, items: Tensor) -> Tensor:
+        """See `Items.x0`."""
+        return _in_order(items, [part.x0(numbers) for part, numbers in self._split(items)])
+
+    def _split(self, items: Tensor) -> list[tuple[Items, Tensor]]:
+        """The parts that are asked for anything, and for what, in ascending order."""
+        first, second = self._parts
+        ordered = items.sort(stable=True).values
+        mine = ordered < len(first)
+        asked = [(first, ordered[mine]), (second, ordered[~mine] - len(first))]
+        return [(part, numbers) for part, numbers in asked if len(numbers)]
+
+
+def _in_order(items: Tensor, found: Sequence[Tensor]) -> Tensor:
+    """What was found for items in ascending order, in the order that they were asked for."""
+    return torch.cat(list(found))[items.argsort(stable=True).argsort()]

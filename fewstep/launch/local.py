@@ -23,9 +23,10 @@ from fewstep.checkpoint import (
     verify_checkpoint,
 )
 from fewstep.config import Recipe, check_fingerprint, dump_recipe, load_recipe
-from fewstep.data.dataset import Dataset
+from fewstep.data.items import Items
 from fewstep.diffusion.timesteps import few_step_grid
 from fewstep.errors import UserError
+from fewstep.evaluation import Evaluator
 from fewstep.files import saving
 from fewstep.launch.hooks import (
     FINGERPRINT,
@@ -51,10 +52,11 @@ from fewstep.run import (
     is_run_directory,
     load_weights,
     open_run,
+    prompts_to_sample,
     resolve_recipe,
     seeded,
 )
-from fewstep.sampling import Samples, balanced_labels, cpu_threads, sample_role
+from fewstep.sampling import Samples, cpu_threads, sample_role
 from fewstep.training.loop import StopRequest, train_cycles
 from fewstep.training.metrics import Metrics, logger, open_metrics
 from fewstep.training.worker import Worker
@@ -68,7 +70,7 @@ def train(
     recipe: Recipe,
     *,
     model: Model | None = None,
-    data: Dataset | None = None,
+    data: Items | None = None,
     resume: Resume = False,
     on_cycle: OnCycle | None = None,
     stop: StopRequest | None = None,
@@ -130,7 +132,7 @@ def ray_driver() -> Callable[..., Trained]:
 def train_in_process(
     recipe: Recipe,
     model: Model | None,
-    data: Dataset | None,
+    data: Items | None,
     resuming: Resume,
     on_cycle: OnCycle | None,
     stop: StopRequest,
@@ -151,21 +153,20 @@ def train_in_process(
         worker = build_worker(recipe, model, dataset, teacher, ranks)
     check_network(worker.roles, recipe.seed)
     start = restore(directory, recipe, worker) if resume else 0
-    run = Run(directory, recipe, worker, start)
+    items = prompts_to_sample(recipe, model, data)
+    run = Run(directory, recipe, worker, start, items=items)
     if run.complete:
         return run
     # All that may fail comes before the recipe is written, which makes it a run directory.
     reference = teacher_statistics(run) if TEACHER_SCORE in run.roles else None
-    evaluator = None
-    if recipe.validation is not None and dataset is not None and ranks.first:
-        evaluator = build_evaluator(dataset, recipe.validation.features, recipe.data.name)
+    evaluator = open_evaluator(recipe, model, data) if ranks.first else None
     ranks.barrier()  # every rank has looked at the directory as it was
     metrics = open_directory(recipe, start, resume, lock, ranks)
     try:
         saver = CheckpointHook(recipe.checkpoint.every, RunSaves(run), alone=ranks.size == 1)
 
         def sample(settings: ValidationSettings) -> Samples | None:
-            return validation_samples(settings, run.roles, run.method.sampler(), ranks)
+            return validation_samples(settings, run.roles, run.method.sampler(), items, ranks)
 
         hooks = build_hooks(
             recipe, start, reference, sample, evaluator, metrics, on_cycle, saver, ranks
@@ -182,7 +183,7 @@ def train_in_process(
             stop.signal = agreed_signal(ranks, stop.signal)
     finally:
         metrics.close()
-    return Run(directory, recipe, worker, done, cycles_run=done - start)
+    return Run(directory, recipe, worker, done, cycles_run=done - start, items=items)
 
 
 def look_at_directory(directory: Path, resuming: Resume, lock: RunLock) -> bool:
@@ -216,7 +217,7 @@ def agreed_signal(ranks: Ranks, own: signal.Signals | None) -> signal.Signals | 
     return signal.Signals(number) if number else None
 
 
-def load_data(recipe: Recipe, given: Dataset | None) -> Dataset | None:
+def load_data(recipe: Recipe, given: Items | None) -> Items | None:
     """The data set of a run, `given` by the caller or loaded as the recipe says.
 
     Raises:
@@ -226,6 +227,20 @@ def load_data(recipe: Recipe, given: Dataset | None) -> Dataset | None:
     if dataset is None and (recipe.data.name == "custom" or recipe.validation is not None):
         raise UserError("data: the recipe needs a data set; pass it as train(recipe, data=...)")
     return dataset
+
+
+def open_evaluator(recipe: Recipe, model: Model, given: Items | None) -> Evaluator | None:
+    """What judges a run's samples, if it is validated: against the images of the same prompts.
+
+    Raises:
+        UserError: where the data needed are not there.
+    """
+    dataset, settings = load_data(recipe, given), recipe.validation
+    if settings is None or dataset is None:
+        return None
+    items = prompts_to_sample(recipe, model, given)
+    real = items if items is not None else dataset
+    return build_evaluator(real, model, settings.features, recipe.data.name)
 
 
 def open_directory(
@@ -390,9 +405,14 @@ def teacher_statistics(run: Run, count: int = 64, steps: int = 16) -> dict[str, 
     # From where the student starts: an eps network says nothing of a sample that is all noise.
     first = run.method.sampler().sigmas[0]
     spec = SamplerSpec(tuple(first * s for s in few_step_grid(steps)), "euler", guidance)
-    labels = balanced_labels(run.roles.model.classes, count)
-    ranks = run.worker.ranks
-    images = sample_role(run.roles, TEACHER_SCORE, spec, count, labels=labels, ranks=ranks).images
-    moments = {key: float(value) for key, value in sample_statistics(images).items()}
+    made = sample_role(
+        run.roles,
+        TEACHER_SCORE,
+        spec,
+        run.conditions(count),
+        ranks=run.worker.ranks,
+        decode=False,
+    )
+    moments = {key: float(value) for key, value in sample_statistics(made.images).items()}
     square = moments.pop("sample_mean_square")
     return moments | {"sample_std": (square - moments["sample_mean"] ** 2) ** 0.5}

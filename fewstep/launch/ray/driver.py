@@ -7,6 +7,7 @@ import json
 import pickle
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import Any, final
 
@@ -14,15 +15,17 @@ import ray
 
 from fewstep.checkpoint import check_all_read, checkpoint_cycle, latest_checkpoint
 from fewstep.config import Recipe, check_fingerprint, fingerprint
-from fewstep.data.dataset import Dataset
+from fewstep.data.conditions import conditions_in_turn
+from fewstep.data.items import Items
 from fewstep.errors import UserError
+from fewstep.evaluation import Evaluator
 from fewstep.launch.hooks import CheckpointHook, OnCycle, build_hooks
 from fewstep.launch.local import (
     TIMELINE,
     Resume,
-    load_data,
     look_at_directory,
     open_directory,
+    open_evaluator,
     read_fingerprint,
     resumed_recipe,
 )
@@ -38,13 +41,12 @@ from fewstep.parallel.ranks import CPU, Ranks
 from fewstep.pipeline_engine import check_engine
 from fewstep.placement import Placement, groups_of, place, rollout_workers
 from fewstep.roles.role import STUDENT
-from fewstep.run import Trained, check_ranks, resolve_recipe
+from fewstep.run import Trained, check_ranks, prompts_to_sample, resolve_recipe
 from fewstep.sampling import cpu_threads
 from fewstep.training.loop import StopRequest, train_cycles
 from fewstep.training.metrics import Metrics
 from fewstep.training.phase import PhaseResult
 from fewstep.training.timeline import Timeline
-from fewstep.validation import build_evaluator
 from fewstep.weights import Confirmation
 
 
@@ -52,7 +54,7 @@ def train_on_ray(
     recipe: Recipe,
     *,
     model: Model | None = None,
-    data: Dataset | None = None,
+    data: Items | None = None,
     resume: Resume = False,
     on_cycle: OnCycle | None = None,
     stop: StopRequest | None = None,
@@ -66,7 +68,7 @@ def train_on_ray(
         recipe.method.build().check(adapter)
         check_engine(recipe, adapter)
         check_ranks(recipe, Ranks(0, recipe.launch.processes, CPU, grouped=True))
-        dataset = load_data(recipe, data)
+        evaluator = open_evaluator(recipe, adapter, data)
         checkpoint = latest_checkpoint(directory) if resuming else None
         if checkpoint is not None:
             check_recipe(recipe, checkpoint)
@@ -81,13 +83,20 @@ def train_on_ray(
             if pool is not None:
                 check_base(groups[placement.group_of(STUDENT)].base(), pool.bases())
             ahead = unpack_ahead(checkpoint, recipe.launch.processes) if checkpoint else []
+            items = prompts_to_sample(recipe, adapter, data)
             executor = GroupExecutor(
-                recipe, groups, pool, timeline, report.student_updates or 0, ahead
+                recipe,
+                groups,
+                pool,
+                timeline,
+                report.student_updates or 0,
+                partial(conditions_in_turn, adapter.classes, items),
+                ahead,
             )
             metrics = open_directory(recipe, report.cycle, resuming, lock)
             try:
                 return run_cycles(
-                    recipe, executor, report, dataset, metrics, on_cycle, stop or StopRequest()
+                    recipe, executor, report, evaluator, metrics, on_cycle, stop or StopRequest()
                 )
             finally:
                 metrics.close()
@@ -97,16 +106,13 @@ def run_cycles(
     recipe: Recipe,
     executor: GroupExecutor,
     report: Report,
-    dataset: Dataset | None,
+    evaluator: Evaluator | None,
     metrics: Metrics,
     on_cycle: OnCycle | None,
     stop: StopRequest,
 ) -> Trained:
     """The training loop, with its hooks, over groups that are set up."""
     start = report.cycle
-    evaluator = None
-    if recipe.validation is not None and dataset is not None:
-        evaluator = build_evaluator(dataset, recipe.validation.features, recipe.data.name)
     # Not alone: where ranks have failed, `GroupSaves.close` publishes what they can still finish.
     saver = CheckpointHook(
         recipe.checkpoint.every, GroupSaves(recipe, executor, report.fingerprint), alone=False
@@ -170,7 +176,7 @@ class ShippedFromCaller:
     data: Any
 
     @classmethod
-    def of(cls, model: Model | None, data: Dataset | None) -> ShippedFromCaller:
+    def of(cls, model: Model | None, data: Items | None) -> ShippedFromCaller:
         """Put it where all processes can get it, once."""
         return cls(put("model", model), put("data", data))
 
@@ -207,7 +213,9 @@ def start_pool(
     seats = [seat for seat in placement.seats if seat.kind == "rollout"]
     if not seats:
         return None
-    return RolloutPool(cluster, seats, recipe, caller.model, checkpoint, timeline.extend)
+    return RolloutPool(
+        cluster, seats, recipe, caller.model, caller.data, checkpoint, timeline.extend
+    )
 
 
 def agree(groups: Mapping[str, TrainerGroup], checkpoint: Path | None, recipe: Recipe) -> Report:

@@ -10,6 +10,7 @@ from typing import Any, final
 import torch
 
 from fewstep.config import Recipe
+from fewstep.data.conditions import Conditions
 from fewstep.grouping import group_of, scoring_group
 from fewstep.launch.ray.group import TrainerGroup
 from fewstep.launch.ray.pool import Ordered, RolloutPool, Take
@@ -42,6 +43,7 @@ class GroupExecutor:
         pool: RolloutPool | None,
         timeline: Timeline,
         version: int,
+        conditions: Callable[[int], Conditions],
         ahead: Sequence[Ordered] = (),
     ) -> None:
         """Begin between two cycles.
@@ -52,12 +54,14 @@ class GroupExecutor:
             pool: the rollout workers, if there are any.
             timeline: where it is written down what took how long.
             version: successful updates of the student so far.
+            conditions: number of samples -> what validation's are conditioned on.
             ahead: samples of the next cycle that were made before the run was interrupted.
         """
         self._recipe, self._method = recipe, recipe.method.build()
         self.groups, self._pool, self.timeline = dict(groups), pool, timeline
         self._placed = {name: group.roles for name, group in groups.items()}
         self.version = version
+        self._conditions = conditions
         self._orders = {(o.cycle, o.name): o for o in ahead}
         self._cycle = 0
 
@@ -101,10 +105,10 @@ class GroupExecutor:
         pool.wake(self._cycle)
         if role != STUDENT or pool.version != self.version:
             self._deliver(push)
-        samples = pool.sample(settings, push)
+        images = pool.sample(settings, push)
         if role != STUDENT:
             self._deliver(self._push_student)
-        return samples
+        return Samples(images, self._conditions(settings.samples), 0.0, 0)
 
     def wake(self, group: TrainerGroup) -> None:
         """Let a group take the accelerators, all others giving them up first."""

@@ -19,7 +19,6 @@ from fewstep.launch.ray.cluster import Cluster
 from fewstep.launch.ray.group import Spans
 from fewstep.launch.ray.rollouts import RolloutProcess
 from fewstep.placement import Seat
-from fewstep.sampling import Samples, balanced_labels
 from fewstep.training.metrics import logger
 from fewstep.validation import ValidationSettings
 from fewstep.weights import Confirmation
@@ -79,6 +78,7 @@ class RolloutPool:
         seats: Sequence[Seat],
         recipe: Recipe,
         model: Any,
+        data: Any,
         checkpoint: Path | None,
         spans: Spans,
     ) -> None:
@@ -89,11 +89,12 @@ class RolloutPool:
             seats: one for each.
             recipe: resolved.
             model: reference of a model of the caller's, or None.
+            data: reference of a data set of the caller's, or None.
             checkpoint: of a run that is gone on with.
             spans: takes what the workers say they did.
         """
         self._cluster, self._seats, self._recipe = cluster, list(seats), recipe
-        self._model, self._checkpoint, self._spans = model, checkpoint, spans
+        self._given, self._spans = (model, data, checkpoint), spans
         self._timeout = float(recipe.launch.timeout_seconds)
         self._last_loss = ""
         self._open: list[Ordered] = []
@@ -182,8 +183,8 @@ class RolloutPool:
             return
         raise self._too_often("new weights")
 
-    def sample(self, settings: ValidationSettings, push: Push) -> Samples:
-        """The samples that validation wants (see `validation_samples`), by all workers together."""
+    def sample(self, settings: ValidationSettings, push: Push) -> Tensor:
+        """The images that validation wants (see `validation_samples`), by all workers together."""
         starts = range(0, settings.samples, settings.batch_size)
         for _ in range(ATTEMPTS):
             makers = [number % len(self._actors) for number in range(len(starts))]
@@ -196,8 +197,7 @@ class RolloutPool:
                 self.deliver(push)
                 continue
             parts = self._gather("make validation samples", makers, [ref for _, ref in calls])
-            labels = balanced_labels(self._classes, settings.samples)
-            return Samples(torch.cat(parts), labels, 0.0, 0)
+            return torch.cat(parts)
         raise self._too_often("validation")
 
     def sleep(self, cycle: int) -> None:
@@ -281,8 +281,8 @@ class RolloutPool:
         self._set_up(lost)
 
     def _set_up(self, workers: Sequence[int]) -> None:
-        calls = [self._actors[i].set_up.remote(self._model, self._checkpoint) for i in workers]
-        self._classes = self._gather("set up", workers, calls)[0]
+        calls = [self._actors[i].set_up.remote(*self._given) for i in workers]
+        self._gather("set up", workers, calls)
 
     def _all(self, method: str, cycle: int) -> None:
         everyone = range(len(self._actors))

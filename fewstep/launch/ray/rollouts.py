@@ -11,7 +11,9 @@ import torch
 from torch import Tensor
 
 from fewstep.config import Recipe
-from fewstep.data.batches import Batch, ConditionBatches
+from fewstep.data.batches import Batch, batch_source
+from fewstep.data.conditions import conditions_in_turn
+from fewstep.data.items import Items
 from fewstep.diffusion.draw import Draw
 from fewstep.launch.ray.engines import open_engine
 from fewstep.launch.ray.external import ExternalData
@@ -19,7 +21,8 @@ from fewstep.launch.ray.trainer import Reply
 from fewstep.launch.ray.transport import Packed, unpack
 from fewstep.models.model import Model
 from fewstep.parallel.ranks import CPU, Ranks
-from fewstep.sampling import balanced_labels, rollout_of_samples
+from fewstep.run import prompts_to_sample
+from fewstep.sampling import rollout_of_samples
 from fewstep.training.reduction import micro_batches
 from fewstep.training.timeline import Span, timed
 from fewstep.validation import ValidationSettings
@@ -42,11 +45,12 @@ class RolloutProcess:
         logging.getLogger("fewstep").setLevel(logging.ERROR)
         torch.set_num_threads(recipe.runtime.threads or torch.get_num_threads())
 
-    def set_up(self, model: Model | None, checkpoint: Path | None) -> int | None:
-        """Build the engine; the number of classes that its samples have, if they have any.
+    def set_up(self, model: Model | None, dataset: Items | None, checkpoint: Path | None) -> None:
+        """Build the engine.
 
         Args:
             model: the adapter of a network of the caller's.
+            dataset: of the caller's.
             checkpoint: of a run that is gone on with: it holds what the student rests on.
         """
         recipe = self._recipe
@@ -54,8 +58,15 @@ class RolloutProcess:
         self._method = recipe.method.build()
         self._dtype = getattr(torch, recipe.runtime.dtype)
         self._engine, self._base = open_engine(recipe, self._model, checkpoint)
-        self._batches = ConditionBatches(self._model.classes, torch.device(recipe.runtime.device))
-        return self._model.classes
+        data = dataset if dataset is not None else recipe.data.load()
+        self._items = prompts_to_sample(recipe, self._model, dataset)
+        self._batches = batch_source(
+            data,
+            self._model.classes,
+            torch.device(recipe.runtime.device),
+            self._dtype,
+            samples=self._method.needs_data,
+        )
 
     def base(self) -> Confirmation | None:
         """The frozen base that the student rests on, by its checksum; None where there is none."""
@@ -95,13 +106,13 @@ class RolloutProcess:
     def sample(self, settings: ValidationSettings, first: int) -> Tensor:
         """Images of some of the samples that validation wants, from number `first` on."""
         count = min(settings.batch_size, settings.samples - first)
-        labels = balanced_labels(self._model.classes, settings.samples)
-        rows = slice(first, first + count)
+        conditions = conditions_in_turn(self._model.classes, self._items, settings.samples)
+        ids = torch.arange(first, first + count)
         rollout = rollout_of_samples(
             self._model,
             self._method.sampler(),
-            torch.arange(first, first + count, device=self._batches.device),
-            None if labels is None else labels[rows],
+            ids.to(self._recipe.runtime.device),
+            conditions.of(ids),
             settings.seed,
             self._dtype,
         )

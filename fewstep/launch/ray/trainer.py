@@ -29,7 +29,7 @@ from fewstep.checkpoint import (
 )
 from fewstep.checkpoint.peers import Peers
 from fewstep.config import Recipe
-from fewstep.data.dataset import Dataset
+from fewstep.data.items import Items
 from fewstep.diffusion.draw import Draw
 from fewstep.files import FileEntry
 from fewstep.launch.hooks import run_fingerprint
@@ -41,7 +41,7 @@ from fewstep.models.model import Model
 from fewstep.parallel.offload import Moved, Offload, held_tensors
 from fewstep.parallel.ranks import MeetingPlace, dissolve, meet
 from fewstep.roles.role import TEACHER_SCORE
-from fewstep.run import Run, build_worker, load_weights
+from fewstep.run import Run, build_worker, load_weights, prompts_to_sample
 from fewstep.sampling import Samples
 from fewstep.training.phase import PhaseRequest
 from fewstep.training.timeline import Kind, Span, timed
@@ -132,7 +132,7 @@ class TrainerProcess:
         self,
         roles: Sequence[str],
         model: Model | None,
-        dataset: Dataset | None,
+        dataset: Items | None,
         checkpoint: Path | None,
     ) -> Report:
         """Build the worker, new or from a checkpoint.
@@ -169,7 +169,8 @@ class TrainerProcess:
         self._offload = Offload(
             self._ranks.device, lambda: held_tensors(self._worker.roles, self._worker.sharding)
         )
-        run = Run(Path(recipe.run_dir), recipe, self._worker, cycle)
+        self._items = prompts_to_sample(recipe, model, dataset)
+        run = Run(Path(recipe.run_dir), recipe, self._worker, cycle, items=self._items)
         student = self._worker.roles.get("student")
         return Report(
             cycle,
@@ -227,7 +228,8 @@ class TrainerProcess:
     def validation_samples(self, settings: ValidationSettings) -> Samples | None:
         """See `validation.validation_samples`; rank 0 alone gives them away."""
         spec = self._worker.method.sampler()
-        samples = validation_samples(settings, self._worker.roles, spec, self._ranks)
+        roles, items = self._worker.roles, self._items
+        samples = validation_samples(settings, roles, spec, items, self._ranks)
         return samples if self._ranks.first else None
 
     def write(
