@@ -28,8 +28,13 @@ from fewstep.data.items import Items, JoinedItems
 from fewstep.errors import UserError
 from fewstep.methods.method import Method, SamplerSpec
 from fewstep.models import ModelSettings
-from fewstep.models.dit import DiTSettings
-from fewstep.models.model import Model, Pretrained, empty_network, pretrained
+from fewstep.models.model import (
+    Model,
+    Pretrained,
+    SizedByWeights,
+    empty_network,
+    pretrained,
+)
 from fewstep.parallel.materialize import Filler
 from fewstep.parallel.ranks import SINGLE, Ranks
 from fewstep.parallel.settings import LaunchSettings, ParallelSettings
@@ -223,7 +228,7 @@ def resolve_recipe(recipe: Recipe, resumed: Recipe | None = None) -> Recipe:
     """
     recipe = recipe.model_copy(update={"method": recipe.method.resolved()})
     settings = recipe.model
-    if not isinstance(settings, DiTSettings) or settings.weights is None:
+    if not isinstance(settings, SizedByWeights) or settings.weights is None:
         return recipe
     source = Path(settings.weights)
     trained: ModelSettings | None = None
@@ -232,15 +237,19 @@ def resolve_recipe(recipe: Recipe, resumed: Recipe | None = None) -> Recipe:
     elif is_run_directory(source):
         trained = load_recipe(source / RECIPE).model
     if trained is not None:
-        for key in settings.model_fields_set - {"weights"}:
+        if type(trained) is not type(settings):
+            raise UserError(
+                f"model.family is {settings.family!r}, but {source} was trained with "
+                f"{trained.family!r}"
+            )
+        for key in settings.model_fields_set - settings.chosen_anew:
             given, value = getattr(settings, key), getattr(trained, key, None)
             if given is not None and given != value:
                 raise UserError(
                     f"model.{key} is {given!r}, but {source} was trained with {value!r}"
                 )
-        if not isinstance(trained, DiTSettings):
-            raise UserError(f"model.family is 'dit', but {source} was trained with another")
-        settings = trained.model_copy(update={"weights": settings.weights})
+        anew = settings.model_fields_set & settings.chosen_anew
+        settings = trained.model_copy(update={key: getattr(settings, key) for key in anew})
     else:
         settings = settings.with_network_of(source)
     return recipe.model_copy(update={"model": settings})

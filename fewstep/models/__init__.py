@@ -9,13 +9,15 @@ from pydantic import Field
 from fewstep.models.dit import DiTSettings
 from fewstep.models.mixture import MixtureSettings
 from fewstep.models.module import ModuleSettings
+from fewstep.models.sd3 import SD3Settings
 
 FAMILIES = {
     "dit": DiTSettings,
     "mixture": MixtureSettings,
     "module": ModuleSettings,
+    "sd3": SD3Settings,
 }
 
 ModelSettings = Annotated[
-    DiTSettings | MixtureSettings | ModuleSettings, Field(discriminator="family")
+    DiTSettings | MixtureSettings | ModuleSettings | SD3Settings, Field(discriminator="family")
 ]

@@ -7,7 +7,7 @@ from pathlib import Path as FilePath
 from typing import Annotated, Any, ClassVar, Literal, cast, final
 
 import torch
-from pydantic import Field, ValidationError, model_validator
+from pydantic import Field, model_validator
 from torch import Tensor, nn
 
 from fewstep.diffusion.paths import RectifiedFlow
@@ -17,6 +17,7 @@ from fewstep.models.files import (
     load_diffusers_network,
     open_diffusers_network,
     read_network_config,
+    settings_from,
 )
 from fewstep.models.model import Condition, Model, Pretrained
 from fewstep.settings import Settings
@@ -72,6 +73,8 @@ class DiTSettings(Settings):
         False, description="the teacher has guidance distilled into it: do not guide it again"
     )
 
+    chosen_anew: ClassVar[frozenset[str]] = frozenset({"weights"})
+
     @model_validator(mode="after")
     def _check(self) -> DiTSettings:
         if self.weights is None and self.network is None:
@@ -93,13 +96,7 @@ class DiTSettings(Settings):
             del odd["out_channels"]
         if odd:
             raise UserError(f"{directory}/config.json: {odd} is not supported")
-        try:
-            network = DiTNetwork(**size)
-        except ValidationError as error:
-            problems = [f"{'.'.join(map(str, e['loc']))} {e['msg']}" for e in error.errors()]
-            raise UserError(
-                f"{directory}/config.json: {'; '.join(p.strip() for p in problems)}"
-            ) from error
+        network = settings_from(DiTNetwork, size, directory / "config.json")
         if self.network not in (None, network):
             raise UserError(f"model.network differs from {directory}/config.json: {network!r}")
         return self.model_copy(update={"network": network})

@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path as FilePath
-from typing import ClassVar, final
+from typing import Any, ClassVar, Protocol, final, runtime_checkable
 
 import torch
 from torch import Tensor, nn
@@ -73,6 +73,25 @@ def pretrained(network: nn.Module) -> Pretrained:
         for p in network.parameters()
     }
     return Pretrained(copy.deepcopy(network, memo), network.state_dict())
+
+
+@runtime_checkable
+class SizedByWeights(Protocol):
+    """Settings of a family whose networks have any size, which trained weights state.
+
+    Attributes:
+        weights: a run directory, or what `with_network_of` takes.
+        chosen_anew: fields in which a run may differ from the one that its weights are from.
+    """
+
+    chosen_anew: ClassVar[frozenset[str]]
+
+    @property
+    def weights(self) -> str | None:
+        """A run directory, or what `with_network_of` takes."""
+
+    def with_network_of(self, directory: FilePath) -> Any:
+        """These settings with the size that a directory states; UserError where it has none."""
 
 
 class Model(ABC):

@@ -1,0 +1,67 @@
+"""Directories with weights: on this machine, or by their name on the Hugging Face hub."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+from fewstep.errors import UserError
+
+HUB_NAME = re.compile(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*")
+# A repository may hold the same weights several times: for other programs, in other precisions.
+COMPONENTS = (
+    "transformer",
+    "vae",
+    "text_encoder",
+    "text_encoder_2",
+    "text_encoder_3",
+    "tokenizer",
+    "tokenizer_2",
+    "tokenizer_3",
+    "scheduler",
+)
+NOT_NEEDED = ("*.bin", "*.msgpack", "*.fp16.*", "*.onnx*")
+
+
+def directory_of(name: str, key: str) -> Path:
+    """The directory that a recipe names; one on the hub is downloaded, or found in its cache.
+
+    Args:
+        name: a path, or OWNER/NAME on the hub; a path that exists comes first.
+        key: of the recipe, for messages.
+
+    Raises:
+        UserError: where there is no such directory, or it cannot be had from the hub.
+    """
+    path = Path(name)
+    if path.exists() or not HUB_NAME.fullmatch(name):
+        return path
+    from huggingface_hub import snapshot_download
+    from huggingface_hub.errors import (
+        GatedRepoError,
+        HfHubHTTPError,
+        LocalEntryNotFoundError,
+        RepositoryNotFoundError,
+    )
+
+    there = f"{key}: {name} is no directory here, and on the Hugging Face hub"
+    patterns = ["model_index.json", *(f"{component}/*" for component in COMPONENTS)]
+    try:
+        found = snapshot_download(name, allow_patterns=patterns, ignore_patterns=list(NOT_NEEDED))
+    except GatedRepoError as error:
+        raise UserError(
+            f"{there} it is gated: accept its licence at https://huggingface.co/{name}, then log "
+            f"in by `hf auth login` or set HF_TOKEN"
+        ) from error
+    except RepositoryNotFoundError as error:
+        raise UserError(
+            f"{there} it does not exist, or is private: check the name, or log in by "
+            f"`hf auth login`"
+        ) from error
+    except (LocalEntryNotFoundError, HfHubHTTPError, OSError) as error:
+        raise UserError(
+            f"{there} it could not be reached, nor is all of it in the cache. Check the path or "
+            f"the connection (HF_HUB_OFFLINE must not be set), or download it where there is one "
+            f"by `hf download {name}`: {error}"
+        ) from error
+    return Path(found)

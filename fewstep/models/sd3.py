@@ -1,0 +1,434 @@
+"""Stable Diffusion 3 and 3.5: text-to-image transformers of diffusers (`SD3Transformer2DModel`)."""
+
+from __future__ import annotations
+
+import inspect
+from pathlib import Path as FilePath
+from typing import Annotated, Any, ClassVar, Literal, cast, final
+
+import torch
+from pydantic import Field, model_validator
+from torch import Tensor, nn
+
+from fewstep.diffusion.paths import RectifiedFlow
+from fewstep.errors import UserError
+from fewstep.models.encoders import Autoencoder, PromptEncoder
+from fewstep.models.files import (
+    load_opened_network,
+    open_diffusers_network,
+    read_config,
+    read_network_config,
+    settings_from,
+)
+from fewstep.models.hub import directory_of
+from fewstep.models.model import Condition, Model, Pretrained
+from fewstep.settings import Settings
+
+Positive = Annotated[int, Field(gt=0)]
+
+NETWORK_CLASS = "SD3Transformer2DModel"
+# Pixels of an image for each entry of a latent, along each side.
+DOWNSCALE = 8
+CLIP_LENGTH = 77
+
+
+def network_class() -> Any:
+    """Diffusers' class. It takes seconds to import, and recipes are checked without it."""
+    from diffusers.models.transformers.transformer_sd3 import SD3Transformer2DModel
+
+    return SD3Transformer2DModel
+
+
+@final
+class SD3Network(Settings):
+    """Size of a network, in the words of diffusers' `SD3Transformer2DModel`."""
+
+    sample_size: Positive = Field(64, description="height and width that positions are scaled to")
+    patch_size: Positive = Field(2, description="side of a token's patch")
+    in_channels: Positive = Field(16, description="channels of a sample")
+    num_layers: Positive = Field(4, description="transformer blocks")
+    attention_head_dim: Positive = Field(64, description="width of each head")
+    num_attention_heads: Positive = Field(4, description="heads of each block")
+    joint_attention_dim: Positive = Field(4096, description="width of what prompts are encoded to")
+    caption_projection_dim: Positive = Field(
+        256, description="width of the text in the network: all heads together"
+    )
+    pooled_projection_dim: Positive = Field(2048, description="width of a prompt's pooled encoding")
+    pos_embed_max_size: Positive = Field(96, description="most tokens along a side of a sample")
+    dual_attention_layers: tuple[int, ...] = Field(
+        (), description="blocks with a second attention, over the image alone (3.5 Medium)"
+    )
+    qk_norm: Literal["rms_norm"] | None = Field(
+        None, description="how queries and keys are normalized: rms_norm (3.5) or not (3)"
+    )
+
+    @model_validator(mode="after")
+    def _check(self) -> SD3Network:
+        width = self.num_attention_heads * self.attention_head_dim
+        if self.caption_projection_dim != width:
+            raise ValueError(
+                f"caption_projection_dim ({self.caption_projection_dim}) must be "
+                f"num_attention_heads times attention_head_dim ({width}): text and image attend "
+                f"to each other"
+            )
+        wrong = [i for i in self.dual_attention_layers if not 0 <= i < self.num_layers]
+        if wrong:
+            raise ValueError(
+                f"dual_attention_layers: there is no block {wrong[0]} of {self.num_layers}"
+            )
+        self.check_size(self.sample_size, "sample_size")
+        return self
+
+    def check_size(self, size: int, what: str) -> None:
+        """Raise ValueError unless samples of this height and width can be cut into tokens."""
+        if size % self.patch_size != 0:
+            raise ValueError(
+                f"{what} ({size}) must be a multiple of patch_size ({self.patch_size}): a sample "
+                f"is cut into whole patches"
+            )
+        most = self.pos_embed_max_size * self.patch_size
+        if size > most:
+            raise ValueError(
+                f"{what} ({size}) is more than pos_embed_max_size times patch_size ({most}): "
+                f"there are no positions for it"
+            )
+
+
+@final
+class SD3Settings(Settings):
+    """Stable Diffusion 3 or 3.5: trained (`weights`), or a new network of that kind (`network`)."""
+
+    family: Literal["sd3"] = "sd3"
+    weights: str | None = Field(
+        None,
+        description="a run directory; a pipeline or a transformer as diffusers writes it; or a "
+        "name on the Hugging Face hub, such as stabilityai/stable-diffusion-3.5-medium",
+    )
+    network: SD3Network | None = Field(
+        None, description="size of a new network; with weights it is read from them"
+    )
+    pipeline: str | None = Field(
+        None,
+        description="where text encoders, autoencoder and scheduler are: a pipeline's directory "
+        "or a name on the hub; by default the weights, if they are a whole pipeline. Without "
+        "one, samples are pixels",
+    )
+    resolution: Positive | None = Field(
+        None, description="height and width of images, in pixels; null: what the network states"
+    )
+    max_sequence_length: Annotated[int, Field(gt=0, le=512)] = Field(
+        256,
+        description="tokens of a prompt that the T5 encoder, or `text_encoder`, sees; shorter "
+        "prompts are padded",
+    )
+    text_encoder: str | None = Field(
+        None,
+        description="one encoder instead of a pipeline's three: the directory of a transformers "
+        "model with its tokenizer, or package:NAME for an installed package that carries one",
+    )
+    guidance_distilled: bool = Field(
+        False, description="the teacher has guidance distilled into it: do not guide it again"
+    )
+
+    chosen_anew: ClassVar[frozenset[str]] = frozenset({"weights", "resolution"})
+
+    @model_validator(mode="after")
+    def _check(self) -> SD3Settings:
+        if self.weights is None and self.network is None:
+            raise ValueError("give 'weights' (trained ones) or 'network' (the size of a new one)")
+        if self.network is not None and self.weights is None:
+            self.sample_size_of(self.network)
+        return self
+
+    def sample_size_of(self, network: SD3Network) -> int:
+        """Height and width of a sample; raises ValueError where the network cannot take it."""
+        if self.resolution is None:
+            return network.sample_size
+        scale = DOWNSCALE if self.pipeline is not None else 1
+        if self.resolution % scale != 0:
+            raise ValueError(f"resolution ({self.resolution}) must be a multiple of {scale}")
+        size = self.resolution // scale
+        name = "resolution" if scale == 1 else f"resolution / {scale}"
+        network.check_size(size, name)
+        return size
+
+    def with_network_of(self, directory: FilePath) -> SD3Settings:
+        """These settings with the size that a directory or a name on the hub states.
+
+        Raises:
+            UserError: where there is no such network, it uses options that are not supported, it
+                differs from the size given here, or does not fit its pipeline.
+        """
+        whole = directory_of(str(directory), "model.weights")
+        given = transformer_directory(whole)
+        config = read_network_config(given, NETWORK_CLASS)
+        defaults = inspect.signature(network_class().__init__).parameters
+        size = {key: config.pop(key) for key in SD3Network.model_fields if key in config}
+        # Its own defaults are those of a class, and ours another's.
+        size = {key: defaults[key].default for key in SD3Network.model_fields} | size
+        odd = {k: v for k, v in config.items() if k in defaults and v != defaults[k].default}
+        if config.get("out_channels", 16) in (size["in_channels"], None):
+            odd.pop("out_channels", None)
+        elif "out_channels" not in odd:
+            odd["out_channels"] = config.get("out_channels", 16)
+        if odd:
+            raise UserError(f"{given}/config.json: {odd} is not supported")
+        network = settings_from(SD3Network, size, given / "config.json")
+        if self.network not in (None, network):
+            raise UserError(f"model.network differs from {given}/config.json: {network!r}")
+        pipeline = self.pipeline
+        if pipeline is None and (whole / "vae").is_dir():
+            pipeline = str(directory)
+        settings = self.model_copy(update={"network": network, "pipeline": pipeline})
+        if pipeline is not None:
+            check_pipeline(directory_of(pipeline, "model.pipeline"), network)
+        settings.build()
+        return settings
+
+    def build(self) -> Model:
+        """The adapter, without weights.
+
+        Raises:
+            UserError: where the resolution does not fit the network.
+        """
+        assert self.network is not None, "resolve the weights first"
+        try:
+            size = self.sample_size_of(self.network)
+        except ValueError as error:
+            raise UserError(f"model.{error}") from error
+        return SD3(self, self.network, size)
+
+
+def transformer_directory(directory: FilePath) -> FilePath:
+    """Where the network of a pipeline is; the directory itself if it is no pipeline."""
+    inside = directory / "transformer"
+    return inside if (inside / "config.json").is_file() else directory
+
+
+def check_pipeline(directory: FilePath, network: SD3Network) -> None:
+    """Raise UserError unless a pipeline's other parts fit a network.
+
+    Args:
+        directory: with vae/ and scheduler/, as diffusers writes them.
+        network: what it says of itself.
+    """
+    vae = read_config(directory / "vae" / "config.json", "AutoencoderKL")
+    channels = vae.get("latent_channels", 4)
+    if channels != network.in_channels:
+        raise UserError(
+            f"{directory}/vae makes latents of {channels} channels, the network takes "
+            f"{network.in_channels}: they do not belong together"
+        )
+    scale = 2 ** (len(vae.get("block_out_channels", (64,))) - 1)
+    if scale != DOWNSCALE:
+        raise UserError(
+            f"{directory}/vae makes a latent of {scale} by {scale} pixels; {DOWNSCALE} by "
+            f"{DOWNSCALE} are supported"
+        )
+    read_scheduler_config(directory)
+
+
+def read_scheduler_config(directory: FilePath) -> dict[str, Any]:
+    """A pipeline's schedule, as its scheduler's configuration has it.
+
+    Raises:
+        UserError: where there is none, or it is for networks that do not predict velocity.
+    """
+    config = read_config(directory / "scheduler" / "scheduler_config.json")
+    name, kind = config.get("_class_name"), config.get("prediction_type", "flow_prediction")
+    if not str(name).startswith("FlowMatch") or kind != "flow_prediction":
+        raise UserError(
+            f"{directory}/scheduler is a {name} (prediction_type {kind!r}): its network does not "
+            f"predict velocity on a rectified flow, as those of Stable Diffusion 3 do"
+        )
+    return config
+
+
+def schedule_shift(config: dict[str, Any], tokens: int) -> float:
+    """The shift s of a flow-matching scheduler's sigmas: s t / (1 + (s - 1) t).
+
+    A dynamic one (arXiv 2403.03206, section 5.3.2) depends on the number of tokens: diffusers
+    interpolates mu linearly between two of them, and s is exp(mu), or mu itself.
+
+    Args:
+        config: of the scheduler.
+        tokens: of an image.
+    """
+    if not config.get("use_dynamic_shifting", False):
+        return float(config.get("shift", 1.0))
+    least, most = config.get("base_image_seq_len", 256), config.get("max_image_seq_len", 4096)
+    low, high = config.get("base_shift", 0.5), config.get("max_shift", 1.15)
+    mu = low + (high - low) * (tokens - least) / (most - least)
+    exponential = config.get("time_shift_type", "exponential") == "exponential"
+    return float(torch.tensor(mu, dtype=torch.float64).exp()) if exponential else float(mu)
+
+
+@final
+class SD3(Model):
+    """Adapter for `SD3Transformer2DModel`: a rectified flow on latents, or on pixels.
+
+    Condition: `prompt_embeds`, float [B, L, D], and `pooled`, float [B, P]. All prompts have the
+    same L: the network takes no mask, and sees the padding, as it did when it was trained.
+
+    Attributes:
+        settings: the recipe's model section, resolved.
+        config: the networks' size.
+    """
+
+    # All of the attention: of image and text, and in 3.5 Medium also that of the image alone.
+    # Diffusers' train_dreambooth_lora_sd3.py trains these by default, but for the last kind.
+    lora_targets: ClassVar[tuple[str, ...]] = (
+        "to_q",
+        "to_k",
+        "to_v",
+        "to_out.0",
+        "add_q_proj",
+        "add_k_proj",
+        "add_v_proj",
+        "to_add_out",
+    )
+
+    def __init__(self, settings: SD3Settings, config: SD3Network, sample_size: int) -> None:
+        """`settings`: resolved; `config`: its network; `sample_size`: height and width."""
+        self.settings = settings
+        self.config = config
+        self.prediction = "velocity"
+        self.path = RectifiedFlow(1000.0)
+        self.guidance_distilled = settings.guidance_distilled
+        self.sample_shape = (config.in_channels, sample_size, sample_size)
+        self.supports_guidance = True
+        self.prompted = True
+        self._unconditional: dict[str, Tensor] = {}
+        self._autoencoder: Autoencoder | None = None
+
+    def build_network(self) -> nn.Module:
+        """A new network, in eval mode."""
+        size = self.config.model_dump()
+        network = network_class()(**size, out_channels=self.config.in_channels)
+        return cast(nn.Module, network.eval())
+
+    def load_network(self, directory: FilePath) -> nn.Module:
+        """Weights of a pipeline or a transformer that diffusers wrote, in float32."""
+        return load_opened_network(self.open_network(directory), directory)
+
+    def open_network(self, directory: FilePath) -> Pretrained:
+        """See `Model.open_network`; also by a name on the hub."""
+        found = transformer_directory(directory_of(str(directory), "model.weights"))
+        return open_diffusers_network(self.build_network, found)
+
+    def save_network(self, network: nn.Module, directory: FilePath) -> None:
+        """Write the directory that `SD3Transformer2DModel.from_pretrained` reads."""
+        network.save_pretrained(directory)  # type: ignore[operator]
+
+    def forward(self, network: nn.Module, x: Tensor, sigma: Tensor, condition: Condition) -> Tensor:
+        """See `Model.forward`."""
+        (output,) = network(
+            hidden_states=x,
+            timestep=self.path.timestep(sigma),
+            encoder_hidden_states=condition["prompt_embeds"].to(x.dtype),
+            pooled_projections=condition["pooled"].to(x.dtype),
+            return_dict=False,
+        )
+        return cast(Tensor, output)
+
+    def take_unconditional(self, condition: Condition) -> None:
+        """Be told the encoding of the empty prompt."""
+        self._unconditional = dict(condition)
+
+    def unconditional(self, condition: Condition) -> Condition:
+        """The empty prompt for every sample.
+
+        Raises:
+            UserError: where the data have not told its encoding.
+        """
+        if not self._unconditional:
+            raise UserError(
+                "model: guidance needs the encoding of the empty prompt, and the data have none; "
+                "encode it with the other prompts"
+            )
+        none = {}
+        for key, value in condition.items():
+            # Kept where it is needed: it is asked for at every guided step.
+            own = self._unconditional[key].to(value.device, value.dtype)
+            self._unconditional[key] = own
+            none[key] = own.expand(len(value), *own.shape)
+        return none
+
+    def example_condition(self, count: int) -> dict[str, Tensor]:
+        """Random encodings of the shapes that prompts have."""
+        generator = torch.Generator().manual_seed(0)
+        length, size = self.settings.max_sequence_length, self.config
+        if self.settings.text_encoder is None and self.settings.pipeline is not None:
+            length += CLIP_LENGTH
+        shapes = {
+            "prompt_embeds": (length, size.joint_attention_dim),
+            "pooled": (size.pooled_projection_dim,),
+        }
+        return {k: torch.randn(count, *s, generator=generator) for k, s in shapes.items()}
+
+    def teacher_shift(self, resolution: int | None = None) -> float | None:
+        """Shift of the schedule that the pipeline samples with; None where there is no pipeline.
+
+        Args:
+            resolution: in pixels; by default that of the recipe.
+
+        Raises:
+            UserError: where the pipeline's scheduler cannot be read.
+        """
+        if self.settings.pipeline is None:
+            return None
+        directory = directory_of(self.settings.pipeline, "model.pipeline")
+        size = resolution // DOWNSCALE if resolution is not None else self.sample_shape[-1]
+        tokens = (size // self.config.patch_size) ** 2
+        return schedule_shift(read_scheduler_config(directory), tokens)
+
+    def prompt_encoder(self, device: torch.device, dtype: torch.dtype) -> PromptEncoder:
+        """See `Model.prompt_encoder`: `text_encoder`, or the pipeline's three."""
+        length, size = self.settings.max_sequence_length, self.config
+        encoder: PromptEncoder
+        if self.settings.text_encoder is not None:
+            from fewstep.models.text import TextEncoder
+
+            encoder = TextEncoder(self.settings.text_encoder, length, device, dtype)
+        elif self.settings.pipeline is not None:
+            from fewstep.models.sd3_encoders import SD3PromptEncoder
+
+            directory = directory_of(self.settings.pipeline, "model.pipeline")
+            encoder = SD3PromptEncoder(directory, length, size.joint_attention_dim, device, dtype)
+        else:
+            raise UserError(
+                "model: there is nothing to encode prompts with; give model.text_encoder, or a "
+                "model.pipeline that has text encoders"
+            )
+        widths = {"joint_attention_dim": encoder.width, "pooled_projection_dim": encoder.pooled}
+        for key, width in widths.items():
+            if getattr(size, key) != width:
+                raise UserError(
+                    f"model: the text encoder gives {key} {width}, the network takes "
+                    f"{getattr(size, key)}"
+                )
+        return encoder
+
+    def autoencoder(self, device: torch.device, dtype: torch.dtype) -> Autoencoder | None:
+        """See `Model.autoencoder`: the pipeline's."""
+        if self.settings.pipeline is None:
+            return None
+        from fewstep.models.sd3_encoders import SD3Autoencoder
+
+        directory = directory_of(self.settings.pipeline, "model.pipeline")
+        return SD3Autoencoder(directory, device, dtype)
+
+    def encode(self, images: Tensor) -> Tensor:
+        """Images to latents by the pipeline's autoencoder, loaded at the first call."""
+        coder = self._loaded_autoencoder(images.device)
+        return images if coder is None else coder.encode(images)
+
+    def decode(self, samples: Tensor) -> Tensor:
+        """Latents to images by the pipeline's autoencoder, loaded at the first call."""
+        coder = self._loaded_autoencoder(samples.device)
+        return samples if coder is None else coder.decode(samples)
+
+    def _loaded_autoencoder(self, device: torch.device) -> Autoencoder | None:
+        if self._autoencoder is None:
+            self._autoencoder = self.autoencoder(device, torch.float32)
+        return self._autoencoder

@@ -1,0 +1,391 @@
+import json
+import re
+import shutil
+from pathlib import Path
+from typing import Any
+
+import huggingface_hub
+import pytest
+import torch
+from diffusers import FlowMatchEulerDiscreteScheduler, SD3Transformer2DModel
+from huggingface_hub.errors import LocalEntryNotFoundError
+from peft import LoraConfig
+from safetensors.torch import load_file
+from sd3_pipeline import TINY_SD3, tiny_pipeline, write_tiny_pipeline
+from torch import Tensor
+
+from fewstep.config import parse_recipe
+from fewstep.errors import UserError
+from fewstep.models.model import Denoiser
+from fewstep.models.sd3 import SD3, SD3Network, SD3Settings, schedule_shift
+from fewstep.parallel.compute import recompute_in_backward
+from fewstep.roles.storage import SharedBase
+from fewstep.run import load_weights, resolve_recipe
+
+SIZE = SD3Network(**{k: v for k, v in TINY_SD3.items() if k != "out_channels"})
+WEIGHTS = "diffusion_pytorch_model.safetensors"
+
+
+@pytest.fixture(scope="module")
+def pipeline(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return write_tiny_pipeline(tmp_path_factory.mktemp("sd3") / "pipeline")
+
+
+@pytest.fixture
+def copied(pipeline: Path, tmp_path: Path) -> Path:
+    return Path(shutil.copytree(pipeline, tmp_path / "copy"))
+
+
+def settings(directory: Path, **changes: Any) -> SD3Settings:
+    return SD3Settings(weights=str(directory), **changes).with_network_of(directory)
+
+
+def adapter(directory: Path, **changes: Any) -> SD3:
+    built = settings(directory, **changes).build()
+    assert isinstance(built, SD3)
+    return built
+
+
+def inputs(model: SD3, count: int = 2) -> tuple[Tensor, Tensor, dict[str, Tensor]]:
+    generator = torch.Generator().manual_seed(1)
+    x = torch.randn(count, *model.sample_shape, generator=generator)
+    return x, torch.linspace(0.2, 1, count), model.example_condition(count)
+
+
+def edit(file: Path, **changes: Any) -> None:
+    file.write_text(json.dumps(json.loads(file.read_text()) | changes))
+
+
+def test_forward_is_the_call_that_the_stock_pipeline_makes(pipeline: Path) -> None:
+    model = adapter(pipeline, max_sequence_length=16)
+    seen: dict[str, Any] = {}
+    stock = tiny_pipeline()
+    stock.set_progress_bar_config(disable=True)
+    call = stock.transformer.forward
+
+    def spy(**arguments: Any) -> Any:
+        seen.update(arguments, output=call(**arguments)[0])
+        return (seen["output"],)
+
+    stock.transformer.forward = spy
+    stock("the red cat", num_inference_steps=1, guidance_scale=1.0, max_sequence_length=16)
+    network = model.load_network(pipeline)
+    condition = {
+        "prompt_embeds": seen["encoder_hidden_states"],
+        "pooled": seen["pooled_projections"],
+    }
+    with torch.no_grad():
+        output = model.forward(network, seen["hidden_states"], seen["timestep"] / 1000, condition)
+    assert torch.equal(output, seen["output"])
+    expected = {k: v.shape[1:] for k, v in condition.items()}
+    assert {k: v.shape[1:] for k, v in model.example_condition(1).items()} == expected
+
+
+def test_size_resolution_and_pipeline_are_those_of_the_weights(pipeline: Path) -> None:
+    found = settings(pipeline)
+    assert (found.network, found.pipeline) == (SIZE, str(pipeline))
+    assert adapter(pipeline).sample_shape == (4, 8, 8)
+    assert adapter(pipeline, resolution=96).sample_shape == (4, 12, 12)
+    bare = settings(pipeline / "transformer")
+    assert (bare.network, bare.pipeline) == (SIZE, None)
+    assert settings(pipeline / "transformer", pipeline=str(pipeline)).build().sample_shape[1] == 8
+
+
+@pytest.mark.parametrize(
+    ("changes", "words"),
+    [
+        ({"resolution": 100}, r"model\.resolution \(100\) must be a multiple of 8"),
+        ({"resolution": 72}, r"resolution / 8 \(9\) must be a multiple of patch_size \(2\)"),
+        ({"resolution": 112}, r"\(14\) is more than pos_embed_max_size times patch_size \(12\)"),
+        ({"network": SD3Network()}, r"model\.network differs from .*config\.json"),
+    ],
+)
+def test_what_does_not_fit_the_network_is_refused(
+    pipeline: Path, changes: dict[str, Any], words: str
+) -> None:
+    with pytest.raises(UserError, match=words):
+        settings(pipeline, **changes)
+
+
+def test_new_networks_are_on_pixels() -> None:
+    model = SD3Settings(network=SIZE, resolution=12).build()
+    assert model.sample_shape == (4, 12, 12)
+    images = torch.randn(2, 4, 12, 12)
+    assert model.decode(model.encode(images)) is images
+    assert model.autoencoder(torch.device("cpu"), torch.float32) is None
+    with pytest.raises(UserError, match=r"give model\.text_encoder"):
+        model.prompt_encoder(torch.device("cpu"), torch.float32)
+    with pytest.raises(ValueError, match="resolution"):
+        SD3Settings(network=SIZE, resolution=13)
+    with pytest.raises(ValueError, match="give 'weights'"):
+        SD3Settings()
+
+
+@pytest.mark.parametrize(
+    ("changes", "words"),
+    [
+        ({"caption_projection_dim": 8}, "caption_projection_dim"),
+        ({"dual_attention_layers": [3]}, "there is no block 3 of 3"),
+        ({"sample_size": 9}, "multiple of patch_size"),
+        ({"num_layers": "two"}, "num_layers"),
+        ({"out_channels": 8}, "'out_channels': 8.* not supported"),
+        ({"_class_name": "DiTTransformer2DModel"}, "DiTTransformer2DModel, where a SD3"),
+    ],
+)
+def test_an_impossible_network_names_the_file(
+    copied: Path, changes: dict[str, Any], words: str
+) -> None:
+    edit(copied / "transformer" / "config.json", **changes)
+    with pytest.raises(UserError, match=rf"transformer/config\.json.*{words}"):
+        settings(copied)
+
+
+def test_a_pipeline_of_other_parts_is_refused(copied: Path) -> None:
+    edit(copied / "vae" / "config.json", latent_channels=16)
+    with pytest.raises(UserError, match="latents of 16 channels, the network takes 4"):
+        settings(copied)
+    edit(copied / "vae" / "config.json", latent_channels=4, block_out_channels=[8, 8])
+    with pytest.raises(UserError, match="latent of 2 by 2 pixels"):
+        settings(copied)
+
+
+@pytest.mark.parametrize(
+    "scheduler",
+    [
+        {"_class_name": "DDIMScheduler", "prediction_type": "epsilon"},
+        {"prediction_type": "v_prediction"},
+    ],
+)
+def test_a_teacher_that_predicts_something_else_is_refused(
+    copied: Path, scheduler: dict[str, Any]
+) -> None:
+    edit(copied / "scheduler" / "scheduler_config.json", **scheduler)
+    with pytest.raises(UserError, match=r"scheduler is a .* does not predict velocity"):
+        settings(copied)
+
+
+def test_the_teachers_shift_is_that_of_its_scheduler(pipeline: Path, copied: Path) -> None:
+    assert adapter(pipeline).teacher_shift() == 3.0
+    edit(copied / "scheduler" / "scheduler_config.json", use_dynamic_shifting=True)
+    small, large = (adapter(copied).teacher_shift(r) for r in (64, 1024))
+    assert small is not None
+    assert large == pytest.approx(torch.e**1.15, rel=1e-6)
+    # A line through (256, 0.5) and (4096, 1.15), at 16 tokens.
+    assert small == pytest.approx(torch.e ** (0.5 - 240 * 0.65 / 3840), rel=1e-9)
+
+
+@pytest.mark.parametrize("kind", ["exponential", "linear"])
+def test_a_dynamic_shift_gives_the_schedulers_own_sigmas(kind: str) -> None:
+    config = {"use_dynamic_shifting": True, "time_shift_type": kind}
+    scheduler = FlowMatchEulerDiscreteScheduler(**config)
+    scheduler.set_timesteps(sigmas=[1.0, 0.6, 0.2], mu=0.5 + 0.65 * (1024 - 256) / 3840)
+    s, t = schedule_shift(config, 1024), torch.tensor([1.0, 0.6, 0.2])
+    torch.testing.assert_close(scheduler.sigmas[:3], s * t / (1 + (s - 1) * t))
+
+
+def test_nothing_stands_for_no_prompt_before_it_is_told(pipeline: Path) -> None:
+    model = adapter(pipeline)
+    condition = model.example_condition(3)
+    with pytest.raises(UserError, match="encoding of the empty prompt"):
+        model.unconditional(condition)
+    empty = {key: value[0] + 1 for key, value in condition.items()}
+    model.take_unconditional(empty)
+    none = model.unconditional({key: value.double() for key, value in condition.items()})
+    assert {key: value.shape for key, value in none.items()} == {
+        key: value.shape for key, value in condition.items()
+    }
+    for key, value in none.items():
+        assert value.dtype == torch.float64
+        assert all(torch.equal(row, empty[key].double()) for row in value)
+
+
+def test_a_guided_prediction_is_that_of_the_formula(pipeline: Path) -> None:
+    model = adapter(pipeline, max_sequence_length=4)
+    network = model.load_network(pipeline)
+    x, sigma, condition = inputs(model)
+    none = {key: torch.zeros_like(value) for key, value in condition.items()}
+    model.take_unconditional({key: value[0] for key, value in none.items()})
+    with torch.no_grad():
+        guided = Denoiser(model, network, lambda: None).guided(x, sigma, condition, 4.0).output
+        c, u = (model.forward(network, x, sigma, each) for each in (condition, none))
+    torch.testing.assert_close(guided, u + 4 * (c - u))
+
+
+@pytest.mark.parametrize("stored", [torch.float32, torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("sharded", [False, True])
+def test_weights_of_any_precision_and_number_of_files_are_read(
+    tmp_path: Path, stored: torch.dtype, sharded: bool
+) -> None:
+    torch.manual_seed(0)
+    network = SD3Transformer2DModel(**TINY_SD3).to(stored)
+    network.save_pretrained(tmp_path / "net", max_shard_size="60KB" if sharded else "1GB")
+    files = sorted((tmp_path / "net").glob("*.safetensors"))
+    assert (len(files) > 1) == sharded
+    shutil.copy(files[0], tmp_path / "net" / "another.safetensors")
+    model = adapter(tmp_path / "net", max_sequence_length=4)
+    opened = model.open_network(tmp_path / "net")
+    assert all(p.is_meta for p in opened.network.parameters())
+    loaded = model.load_network(tmp_path / "net")
+    for key, value in network.state_dict().items():
+        assert torch.equal(opened.weights[key], value), key
+        assert loaded.state_dict()[key].dtype == torch.float32
+        assert torch.equal(loaded.state_dict()[key], value.float()), key
+    if sharded:
+        files[0].unlink()
+        with pytest.raises(UserError, match=f"not there: .*{re.escape(files[0].name)}"):
+            model.open_network(tmp_path / "net")
+
+
+def test_weights_of_another_size_are_refused(pipeline: Path, copied: Path) -> None:
+    model = adapter(pipeline)
+    other = SD3Transformer2DModel(**{**TINY_SD3, "pooled_projection_dim": 8})
+    other.save_pretrained(copied / "transformer")
+    with pytest.raises(UserError, match="do not fit"):
+        model.load_network(copied)
+    other = SD3Transformer2DModel(**{**TINY_SD3, "num_layers": 2})
+    other.save_pretrained(copied / "transformer")
+    with pytest.raises(UserError, match="missing"):
+        model.load_network(copied)
+
+
+def test_what_is_saved_is_read_by_diffusers(pipeline: Path, tmp_path: Path) -> None:
+    model = adapter(pipeline)
+    network = model.load_network(pipeline)
+    model.save_network(network, tmp_path / "saved")
+    plain = SD3Transformer2DModel.from_pretrained(tmp_path / "saved")
+    for key, value in load_file(pipeline / "transformer" / WEIGHTS).items():
+        assert torch.equal(plain.state_dict()[key], value)
+
+
+def shared(model: SD3) -> SharedBase:
+    torch.manual_seed(0)
+    lora = LoraConfig(r=2, lora_alpha=4, target_modules=list(model.lora_targets))
+    storage = SharedBase(model.build_network(), ("student", "fake_score"), lora)
+    for role in storage.adapters:
+        for parameter in storage.parameters(role).values():
+            torch.nn.init.normal_(parameter, std=0.3)
+    return storage
+
+
+def test_lora_is_on_all_of_the_attention() -> None:
+    model = SD3Settings(network=SIZE, max_sequence_length=4).build()
+    assert isinstance(model, SD3)
+    storage = shared(model)
+    adapted = {key.split(".lora_")[0] for key in storage.parameters("student")}
+    linear = {
+        name
+        for name, module in model.build_network().named_modules()
+        if isinstance(module, torch.nn.Linear) and ".attn" in name
+    }
+    assert adapted == linear
+    assert any(".attn2." in name for name in adapted)
+
+
+def test_one_call_for_several_roles_gives_what_their_own_calls_give() -> None:
+    model = SD3Settings(network=SIZE, max_sequence_length=4).build()
+    assert isinstance(model, SD3)
+    storage = shared(model)
+    x, sigma, condition = inputs(model)
+    roles = ("fake_score", "teacher_score", "student")
+    network = storage.networks["base"]
+    each = []
+    with torch.no_grad():
+        for role in roles:
+            storage.activate(role)
+            each.append(model.forward(network, x, sigma, condition))
+        storage.activate_each(roles, len(x))
+        tripled = {key: torch.cat([value] * 3) for key, value in condition.items()}
+        together = model.forward(network, torch.cat([x] * 3), torch.cat([sigma] * 3), tripled)
+    torch.testing.assert_close(together, torch.cat(each))
+    assert not torch.allclose(each[0], each[1], atol=1e-3)
+
+
+def test_blocks_may_be_recomputed() -> None:
+    model = SD3Settings(network=SIZE, max_sequence_length=4).build()
+    assert isinstance(model, SD3)
+    torch.manual_seed(0)
+    network = model.build_network()
+    blocks = model.blocks(network)
+    assert list(blocks) == [f"transformer_blocks.{i}" for i in range(3)]
+    x, sigma, condition = inputs(model)
+    gradients = []
+    for _ in range(2):
+        network.zero_grad()
+        model.forward(network, x, sigma, condition).square().mean().backward()
+        gradients.append({n: p.grad.clone() for n, p in network.named_parameters()})
+        recompute_in_backward(blocks.values())
+    for name, gradient in gradients[0].items():
+        torch.testing.assert_close(gradients[1][name], gradient, rtol=1e-5, atol=1e-8)
+
+
+# Recipes.
+
+
+def recipe(tmp_path: Path, model: dict[str, Any]) -> Any:
+    return parse_recipe(
+        {
+            "run_dir": str(tmp_path / "run"),
+            "model": {"family": "sd3", **model},
+            "method": {"name": "dmd2", "steps": 2},
+            "optimizers": {"student": {"lr": 1e-3}, "fake_score": {"lr": 1e-3}},
+            "train": {"cycles": 1, "batch_size": 2},
+        }
+    )
+
+
+def test_a_recipe_is_resolved_and_its_weights_are_opened(pipeline: Path, tmp_path: Path) -> None:
+    resolved = resolve_recipe(recipe(tmp_path, {"weights": str(pipeline), "resolution": 96}))
+    assert resolved.model.network == SIZE
+    assert resolved.model.resolution == 96
+    assert parse_recipe(json.loads(resolved.model_dump_json())) == resolved
+    assert resolve_recipe(resolved) == resolved
+    opened = load_weights(resolved, resolved.model.build())
+    assert opened.weights["proj_out.weight"].shape == (16, 16)
+    # It is gone on with without the weights being looked at.
+    gone = recipe(tmp_path, {"weights": str(pipeline / "gone"), "resolution": 96})
+    kept = resolved.model_copy(
+        update={"model": resolved.model.model_copy(update={"weights": str(pipeline / "gone")})}
+    )
+    assert resolve_recipe(gone, resumed=kept).model == kept.model
+
+
+def test_a_network_of_another_family_is_refused(pipeline: Path, tmp_path: Path) -> None:
+    dit = {"family": "dit", "weights": str(pipeline / "transformer")}
+    with pytest.raises(UserError, match="SD3Transformer2DModel, where a DiTTransformer2DModel"):
+        resolve_recipe(recipe(tmp_path, dit))
+    resumed = recipe(tmp_path, {"family": "dit", "weights": "x", "network": {}})
+    given = recipe(tmp_path, {"weights": "x"})
+    with pytest.raises(UserError, match=r"model\.family is 'sd3', but .* trained with 'dit'"):
+        resolve_recipe(given, resumed=resumed)
+
+
+def test_a_name_on_the_hub_is_downloaded(
+    pipeline: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    asked: list[Any] = []
+
+    def download(name: str, **options: Any) -> str:
+        asked.append((name, options))
+        return str(pipeline)
+
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(huggingface_hub, "snapshot_download", download)
+    resolved = resolve_recipe(recipe(tmp_path, {"weights": "owner/sd-3.5"}))
+    assert (resolved.model.network, resolved.model.pipeline) == (SIZE, "owner/sd-3.5")
+    assert load_weights(resolved, resolved.model.build()).weights
+    assert resolved.model.build().teacher_shift() == 3.0
+    assert {name for name, _ in asked} == {"owner/sd-3.5"}
+    assert "text_encoder_3/*" in asked[0][1]["allow_patterns"]
+
+
+def test_a_hub_out_of_reach_says_what_to_do(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def unreachable(name: str, **options: Any) -> str:
+        raise LocalEntryNotFoundError("no connection")
+
+    monkeypatch.setattr(huggingface_hub, "snapshot_download", unreachable)
+    with pytest.raises(UserError, match=r"model\.weights: owner/name .* could not be reached"):
+        resolve_recipe(recipe(tmp_path, {"weights": "owner/name"}))
+    with pytest.raises(UserError, match="is not a directory"):
+        resolve_recipe(recipe(tmp_path, {"weights": str(tmp_path / "nowhere")}))
