@@ -27,7 +27,7 @@ help:
 	@touch $@
 
 .venv/.installed-dev: .venv/.installed
-	$(INSTALL) -e '.[ray,dev,docs]'
+	$(INSTALL) -e '.[ray,dev,docs,data]'
 	@touch $@
 
 demo: .venv/.installed

@@ -18,6 +18,7 @@ if TYPE_CHECKING:
     from fewstep.data.dataset import Dataset
     from fewstep.errors import TrainingError, UserError
     from fewstep.export import export_run
+    from fewstep.launch.encode import encode
     from fewstep.launch.local import train
     from fewstep.models.model import Model
     from fewstep.models.module import ModuleModel
@@ -32,6 +33,7 @@ __all__ = [
     "Run",
     "TrainingError",
     "UserError",
+    "encode",
     "evaluate_sources",
     "export_run",
     "load_recipe",
@@ -53,6 +55,7 @@ _HOMES = {
     "Run": "fewstep.run",
     "TrainingError": "fewstep.errors",
     "UserError": "fewstep.errors",
+    "encode": "fewstep.launch.encode",
     "evaluate_sources": "fewstep.comparison",
     "export_run": "fewstep.export",
     "load_recipe": "fewstep.config",

@@ -1,4 +1,4 @@
-"""The command line: train, sample, evaluate, export, inspect, plan."""
+"""The command line: train, encode, sample, evaluate, export, inspect, plan."""
 
 from __future__ import annotations
 
@@ -118,6 +118,43 @@ def train(
 
 
 @app.command()
+def encode(
+    recipe: Annotated[Path, typer.Argument(help="The recipe, a YAML file.")],
+    overrides: Annotated[
+        list[str] | None, typer.Argument(metavar="KEY=VALUE", help="As for train.")
+    ] = None,
+    overwrite: Annotated[
+        bool, typer.Option("--overwrite", help="Begin anew, whatever data.encoded holds.")
+    ] = False,
+) -> None:
+    """Encode the prompts and images of a recipe, once, for all runs on them.
+
+    Text encoders and autoencoder are needed here alone: a run reads what is written into
+    [bold]data.encoded[/bold]. What was stopped goes on where it was, and what is complete is
+    checked, every byte of it. [bold]launch.processes=N[/bold] shares the work.
+    """
+    from fewstep.config import load_recipe
+    from fewstep.launch import command
+    from fewstep.launch import encode as encoding
+    from fewstep.progress import encoding_progress
+
+    given = overrides or []
+    loaded = load_recipe(recipe, given)
+    arguments = [str(recipe), *given, *(["--overwrite"] if overwrite else [])]
+    ended = encoding.encode_in_processes(loaded, arguments)
+    if ended is not None:
+        for sentence in ended.killed:
+            print_error(sentence)
+        raise typer.Exit(ended.code)
+    command.hush(console)
+    with encoding_progress(console) as on_progress:
+        encoded = encoding.encode(loaded, overwrite=overwrite, on_progress=on_progress)
+    for line in encoding.summary(encoded, recipe, given):
+        console.print(line, markup=False, highlight=False, soft_wrap=True)
+    encoding.leave_encoding()
+
+
+@app.command()
 def sample(
     source: Annotated[Path, typer.Argument(help="A run directory or an export.")],
     out: Annotated[
@@ -193,6 +230,10 @@ def evaluate(
         Literal["auto", "digits", "raw", "inception"],
         typer.Option(help="What images are compared by; auto: the data set's own classifier."),
     ] = "auto",
+    clip: Annotated[
+        str | None,
+        typer.Option(help="A CLIP model (directory or hub id): how images fit their prompts."),
+    ] = None,
     which: Annotated[
         Literal["latest", "best"] | None,
         typer.Option(help="Checkpoint of a run; by default the best, if it was validated."),
@@ -216,7 +257,13 @@ def evaluate(
         console.print(f"{name}: Fréchet distance {row['frechet_distance']:.4g}", highlight=False)
 
     document, images = evaluate_sources(
-        opened, steps=counts, samples=samples, seed=seed, features=features, on_result=report_row
+        opened,
+        steps=counts,
+        samples=samples,
+        seed=seed,
+        features=features,
+        clip=clip,
+        on_result=report_row,
     )
     console.print(evaluation_table(document))
     if out is not None:

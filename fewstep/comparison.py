@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from fewstep.clip import ClipScore
 from fewstep.data.items import Items
 from fewstep.errors import UserError
 from fewstep.files import saving
@@ -29,6 +30,7 @@ def evaluate_sources(
     seed: int = 0,
     dataset: Items | None = None,
     features: FeatureKind = "auto",
+    clip: str | None = None,
     on_result: Callable[[dict[str, Any]], None] = lambda row: None,
 ) -> tuple[dict[str, Any], dict[str, Tensor]]:
     """Sample every source with the same noise and classes, and measure.
@@ -40,6 +42,7 @@ def evaluate_sources(
         seed: of the noise.
         dataset: real data; by default that of the sources.
         features: what images are compared by.
+        clip: a CLIP model, as a directory or hub id, that says how images fit their prompts.
         on_result: called with each row as it is done.
 
     Returns:
@@ -47,7 +50,7 @@ def evaluate_sources(
 
     Raises:
         UserError: where the sources have no real data to be compared with, or different ones, or
-            samples are not finite.
+            samples are not finite, or the CLIP model cannot be loaded.
     """
     names = {source.data.name for source in sources}
     if len(names) != 1:
@@ -57,6 +60,7 @@ def evaluate_sources(
     evaluator = build_evaluator(real, first.roles.model, features, first.data.name)
     if evaluator is None:
         raise UserError(f"data.name is {first.data.name!r}: prompts alone, no images to compare")
+    score = ClipScore(clip) if clip is not None else None
     rows: list[dict[str, Any]] = []
     images: dict[str, Tensor] = {}
     for name, source in zip(distinct_names(sources), sources, strict=True):
@@ -66,7 +70,10 @@ def evaluate_sources(
             if not torch.isfinite(made.images).all():
                 raise UserError(f"the samples of {name} are not finite")
             metrics = evaluator.evaluate(made.images, made.labels)
-            rows.append(result_row(name, spec.steps, spec.nfe, made.seconds, metrics))
+            fit = None
+            if score is not None and made.conditions.prompts is not None:
+                fit = score(made.images, made.conditions.prompts)
+            rows.append(result_row(name, spec.steps, spec.nfe, made.seconds, metrics, fit))
             images[f"{name}, {count_steps(spec.steps)}"] = made.images
             on_result(rows[-1])
     return evaluation_document(rows, evaluator.floor()), images

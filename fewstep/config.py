@@ -7,14 +7,14 @@ import json
 import re
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
-from typing import Annotated, Any, Literal, cast, final, get_args, get_origin
+from typing import Annotated, Any, Literal, final, get_args, get_origin
 
 import omegaconf
 import yaml
 from omegaconf import OmegaConf
 from pydantic import Field, ValidationError, field_validator, model_validator
 
-from fewstep.data.dataset import DataSettings
+from fewstep.data.settings import DATA, BuiltInData, DataSettings
 from fewstep.errors import UserError
 from fewstep.methods import METHODS, MethodSettings
 from fewstep.methods.dmd2 import DMD2Settings
@@ -22,6 +22,7 @@ from fewstep.models import FAMILIES, ModelSettings
 from fewstep.parallel.settings import LaunchSettings, ParallelSettings
 from fewstep.roles.ema import EMASettings
 from fewstep.roles.optimizer import OptimizerSettings
+from fewstep.roles.role import DISCRIMINATOR
 from fewstep.roles.storage import LoraSettings, StorageKind
 from fewstep.settings import Settings
 from fewstep.training.cycle import CycleSettings
@@ -39,6 +40,8 @@ MAY_CHANGE = (
     "train.micro_batch_size",
     "train.max_skipped_in_a_row",
     "method.score_batching",
+    "data.encoded",
+    "data.batch_size",
     "checkpoint",
     "logging",
     "validation",
@@ -61,6 +64,10 @@ class OptimizersSettings(Settings):
     student: OptimizerSettings
     fake_score: OptimizerSettings | None = Field(
         None, description="needed by the distribution-matching methods"
+    )
+
+    discriminator: OptimizerSettings | None = Field(
+        None, description="needed by the adversarial head, method.adversarial"
     )
 
     def by_role(self) -> dict[str, OptimizerSettings]:
@@ -111,7 +118,7 @@ class Recipe(Settings):
     seed: Annotated[int, Field(ge=0)] = Field(0, description="of all random numbers of the run")
     run_dir: str = Field("runs/unnamed", description="where the run is written")
     model: ModelSettings
-    data: DataSettings = DataSettings()
+    data: DataSettings = BuiltInData()
     method: MethodSettings
     storage: StorageKind = Field(
         "independent",
@@ -136,7 +143,10 @@ class Recipe(Settings):
     def _check(self) -> Recipe:
         method = self.method.build()
         optimizers = set(self.optimizers.by_role())
-        if optimizers != set(method.trained_roles):
+        needed = set(method.trained_roles)
+        # One that is turned off by its weight may keep its optimizer in the recipe.
+        idle = {DISCRIMINATOR} if getattr(self.method, "adversarial", None) is not None else set()
+        if not needed <= optimizers <= needed | idle:
             raise ValueError(
                 f"optimizers: method {method.name!r} trains {', '.join(method.trained_roles)}, "
                 f"but optimizers are given for {', '.join(sorted(optimizers))}"
@@ -158,7 +168,9 @@ class Recipe(Settings):
         if method.fake_updates_per_student == 0 and self.cycle != CycleSettings():
             raise ValueError(f"cycle: method {method.name!r} has no fake_score phases to arrange")
         if method.needs_data and self.data.name == "none":
-            raise ValueError(f"data.name: method {method.name!r} trains on data; 'none' is given")
+            what = f"method {method.name!r}" if not idle else "the classifier, method.adversarial,"
+            raise ValueError(f"data.name: {what} trains on data; 'none' is given")
+        self._check_r1()
         if self.cycle.warmup_cycles >= self.train.cycles:
             raise ValueError(
                 f"cycle.warmup_cycles ({self.cycle.warmup_cycles}) must be below train.cycles "
@@ -177,6 +189,17 @@ class Recipe(Settings):
         except UserError as error:
             raise ValueError(str(error)) from error
         return self
+
+    def _check_r1(self) -> None:
+        """The exact penalty needs derivatives of derivatives, which sharding does not know."""
+        adversarial = getattr(self.method, "adversarial", None)
+        exact = adversarial is not None and adversarial.r1 and adversarial.r1.kind == "exact"
+        if exact and self.parallel.kind in ("fsdp1", "fsdp2"):
+            raise ValueError(
+                f"method.adversarial.r1.kind: 'exact' differentiates twice through the networks, "
+                f"which parallel.kind {self.parallel.kind!r} cannot; use 'approximate', or "
+                f"parallel.kind 'none' or 'ddp'"
+            )
 
     @property
     def roles(self) -> tuple[str, ...]:
@@ -269,6 +292,13 @@ RecipeDumper.add_implicit_resolver(
 )
 
 
+# Sections of which there are several kinds: the key that tells them apart, and its values.
+UNIONS: dict[str, tuple[str, Mapping[str, Any]]] = {
+    "model": ("family", FAMILIES),
+    "method": ("name", METHODS),
+    "data": ("name", DATA),
+}
+
 PLAIN_WORDS = {
     "a valid integer": "a whole number",
     "a valid number": "a number",
@@ -282,7 +312,7 @@ PLAIN_WORDS = {
 def describe_problem(problem: dict[str, Any]) -> str:
     """One validation problem in words: key, value, and what would be right."""
     location, tag = [str(part) for part in problem["loc"]], None
-    if len(location) > 1 and location[0] in ("method", "model"):
+    if len(location) > 1 and location[0] in UNIONS:
         tag = location.pop(1)
     key = ".".join(location) or "recipe"
     if problem["type"] == "extra_forbidden":
@@ -290,8 +320,7 @@ def describe_problem(problem: dict[str, Any]) -> str:
     if problem["type"] == "missing":
         return f"{key}: is missing"
     if problem["type"] in ("union_tag_invalid", "union_tag_not_found"):
-        field = "name" if location[:1] == ["method"] else "family"
-        known = METHODS if field == "name" else FAMILIES
+        field, known = UNIONS[location[0]]
         given = (problem.get("input") or {}).get(field)
         return f"{key}.{field}: {given!r} is not one of {', '.join(known)}"
     message = problem["msg"].removeprefix("Value error, ").removeprefix("Input should be ")
@@ -304,11 +333,11 @@ def describe_problem(problem: dict[str, Any]) -> str:
 def suggest(location: Sequence[str], tag: str | None = None) -> str:
     """Which key may have been meant: a sibling, or one of that name elsewhere.
 
-    `tag`: the method or model family that the recipe has chosen; keys of others do not count.
+    `tag`: the method, model family or kind of data that the recipe has chosen; keys of others do
+    not count.
     """
     keys, wrong, top = all_keys(Recipe), location[-1], location[0]
-    kinds = cast(dict[str, type[Settings]], {**METHODS, **FAMILIES})
-    chosen = kinds.get(tag or "")
+    chosen = UNIONS[top][1].get(tag or "") if top in UNIONS else None
     if chosen is not None:
         keys = [k for k in keys if not k.startswith(f"{top}.")] + all_keys(chosen, f"{top}.")
     parent = ".".join(location[:-1])

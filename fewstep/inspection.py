@@ -105,12 +105,13 @@ def _roles_table(roles: Roles) -> Table:
 
 
 def _cycle_text(recipe: Recipe) -> str:
-    k = recipe.method.build().fake_updates_per_student
-    first = recipe.cycle.warmup_cycles + 1
-    phases = " -> ".join(p.name for p in plan_cycle(first, k, recipe.cycle))
+    method, first = recipe.method.build(), recipe.cycle.warmup_cycles + 1
+    plan = plan_cycle(first, method.fake_updates_per_student, recipe.cycle, method.followers)
+    phases = " -> ".join(p.name for p in plan)
     size, micro = recipe.train.batch_size, recipe.train.micro_batch_size
     portions = f", {micro} at a time" if micro else ""
-    warmup = f" The first {first - 1} cycles train the fake score only." if first > 1 else ""
+    spared = " and ".join(role.replace("_", " ") for role in method.followers)
+    warmup = f" The first {first - 1} cycles train {spared} only." if first > 1 else ""
     return (
         f"[bold]Cycle[/bold] ({recipe.train.cycles} in all): {phases}; {size} samples a "
         f"phase{portions}; student batches: {recipe.cycle.fake_batches}.{warmup}"

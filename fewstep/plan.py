@@ -102,7 +102,8 @@ class _Crew:
 
     def phases(self, cycle: int) -> list[PhaseRequest]:
         """Those of a cycle, in order."""
-        return plan_cycle(cycle, self.method.fake_updates_per_student, self.recipe.cycle)
+        k, followers = self.method.fake_updates_per_student, self.method.followers
+        return plan_cycle(cycle, k, self.recipe.cycle, followers)
 
     def fed(self, cycle: int) -> list[PhaseRequest]:
         """The phases of a cycle that use samples of the rollout workers."""

@@ -15,6 +15,7 @@ from rich.progress import (
     TimeRemainingColumn,
 )
 
+from fewstep.data.encode import OnProgress
 from fewstep.launch.hooks import OnCycle
 from fewstep.training.phase import PhaseResult
 
@@ -42,5 +43,29 @@ def training_progress(console: Console, title: str, cycles: int) -> Iterator[OnC
 
     try:
         yield on_cycle
+    finally:
+        progress.stop()
+
+
+@contextmanager
+def encoding_progress(console: Console) -> Iterator[OnProgress]:
+    """A bar over items; yields the callback that moves it."""
+    columns = (
+        TextColumn("{task.description}"),
+        BarColumn(),
+        MofNCompleteColumn(),
+        TimeElapsedColumn(),
+        TimeRemainingColumn(),
+    )
+    progress = Progress(*columns, console=console, disable=console.quiet)
+    task = progress.add_task("encode")
+
+    def on_progress(done: float, total: int) -> None:
+        if done < total:
+            progress.start()
+        progress.update(task, completed=int(done), total=total)
+
+    try:
+        yield on_progress
     finally:
         progress.stop()

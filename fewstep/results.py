@@ -23,6 +23,7 @@ HEADERS = {
     "coverage": "cov.",
     "class_accuracy": "acc.",
     "class_balance": "bal.",
+    "clip_score": "CLIP",
     "seconds": "s",
 }
 CAPTION = (
@@ -33,12 +34,17 @@ CAPTION = (
 
 
 def result_row(
-    model: str, steps: int, nfe: int, seconds: float, metrics: SampleMetrics
+    model: str,
+    steps: int,
+    nfe: int,
+    seconds: float,
+    metrics: SampleMetrics,
+    clip_score: float | None = None,
 ) -> dict[str, Any]:
     """One line of results: a model, its sampling steps, network calls per sample, time, figures."""
     row = {"model": model, "steps": steps, "nfe": nfe, **metrics.as_dict(), "seconds": seconds}
     row["class_balance"] = row.pop("class_balance")  # last
-    return row
+    return row if clip_score is None else {**row, "clip_score": clip_score}
 
 
 def evaluation_document(rows: Sequence[Mapping[str, Any]], floor: SampleMetrics) -> dict[str, Any]:
@@ -74,7 +80,8 @@ def evaluation_table(document: Mapping[str, Any]) -> Table:
         padding=0,
         show_edge=False,
     )
-    columns = ["model", "steps", "nfe", *document["floor"], "seconds"]
+    scored = any("clip_score" in row for row in document["results"])
+    columns = ["model", "steps", "nfe", *document["floor"], *["clip_score"] * scored, "seconds"]
     for name in columns:
         head = HEADERS.get(name, name.replace("_", " "))
         if name == "model":

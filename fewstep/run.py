@@ -21,11 +21,12 @@ from fewstep.checkpoint import (
     read_best,
 )
 from fewstep.config import Recipe, load_recipe
-from fewstep.data.batches import batch_source
+from fewstep.data.batches import BatchSource, batch_source
 from fewstep.data.conditions import Conditions, conditions_in_turn, label_conditions
 from fewstep.data.dataset import Dataset
 from fewstep.data.items import Items, JoinedItems
 from fewstep.errors import UserError
+from fewstep.methods.dmd2 import DMD2Settings
 from fewstep.methods.method import Method, SamplerSpec
 from fewstep.models import ModelSettings
 from fewstep.models.model import (
@@ -40,7 +41,7 @@ from fewstep.parallel.ranks import SINGLE, Ranks
 from fewstep.parallel.settings import LaunchSettings, ParallelSettings
 from fewstep.parallel.sharding import Replicated, Sharding, build_sharding, spread
 from fewstep.placement import PlacementSettings
-from fewstep.roles.role import Roles, mark_trained
+from fewstep.roles.role import DISCRIMINATOR, Roles, mark_trained
 from fewstep.roles.storage import Storage, build_independent, build_shared_base
 from fewstep.rollout import RolloutSettings
 from fewstep.sampling import Samples, cpu_threads, sample_role
@@ -340,9 +341,21 @@ def build_worker(
     )
     sharding.wrap(storage, names, list(optimizers))
     built = build_roles(recipe, model, storage, names, ranks.device, sharding)
-    items = items_for(recipe, model, dataset)
-    batches = batch_source(items, model.classes, ranks.device, dtype, samples=method.needs_data)
+    batches = build_batches(recipe, model, dataset, ranks.device, dtype)
     return Worker(recipe.seed, recipe.train, method, built, batches, sharding)
+
+
+def build_batches(
+    recipe: Recipe,
+    model: Model,
+    dataset: Items | None,
+    device: torch.device,
+    dtype: torch.dtype,
+) -> BatchSource:
+    """Where a run's phases get their samples from; equal in all of its processes."""
+    items = items_for(recipe, model, dataset)
+    needs_data = recipe.method.build().needs_data
+    return batch_source(items, model.classes, device, dtype, samples=needs_data)
 
 
 def check_ranks(recipe: Recipe, ranks: Ranks) -> None:
@@ -385,10 +398,24 @@ def build_storage(
     recipe: Recipe, model: Model, teacher: nn.Module, roles: Sequence[str]
 ) -> Storage:
     """The physical networks that some roles of a run need."""
+    head = build_head(recipe, model, teacher) if DISCRIMINATOR in roles else None
+    denoisers = [role for role in roles if role != DISCRIMINATOR]
     if recipe.lora is None:
-        return build_independent(model, teacher, roles)
-    adapters = [role for role in roles if role != "teacher_score"]
-    return build_shared_base(model, teacher, adapters, recipe.lora)
+        storage: Storage = build_independent(model, teacher, denoisers)
+    else:
+        adapters = [role for role in denoisers if role != "teacher_score"]
+        storage = build_shared_base(model, teacher, adapters, recipe.lora)
+    if head is not None:
+        storage.add_head(DISCRIMINATOR, head)
+    return storage
+
+
+def build_head(recipe: Recipe, model: Model, teacher: nn.Module) -> nn.Module:
+    """The classifier of a run's adversarial head, the same whatever roles live beside it."""
+    assert isinstance(recipe.method, DMD2Settings)
+    assert recipe.method.adversarial is not None
+    with seeded(recipe.seed, DISCRIMINATOR):
+        return recipe.method.adversarial.build_head(model, teacher).eval()
 
 
 def items_for(recipe: Recipe, model: Model, given: Items | None) -> Items | None:

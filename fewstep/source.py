@@ -8,8 +8,8 @@ from pathlib import Path
 from typing import final
 
 from fewstep.data.conditions import Conditions, conditions_in_turn, tensor_conditions
-from fewstep.data.dataset import DataSettings
 from fewstep.data.items import Items
+from fewstep.data.settings import BuiltInData, DataSettings
 from fewstep.errors import UserError
 from fewstep.export import DESCRIPTION, ExportDescription
 from fewstep.methods.method import SamplerSpec
@@ -127,5 +127,7 @@ def open_export(directory: Path) -> Source:
             raise UserError(f"--steps {steps}: this export samples in {spec.steps}")
         return spec
 
-    data = DataSettings.model_validate({"name": description.data})
+    # Data that were encoded stay with the run.
+    known = description.data in ("digits", "custom")
+    data = BuiltInData.model_validate({"name": description.data if known else "none"})
     return Source(directory.name, directory, roles, STUDENT, sampler, True, data)

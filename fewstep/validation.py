@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Container, Sequence
+from dataclasses import dataclass
 from typing import Annotated, Any, Literal, final
 
 import torch
-from pydantic import Field
+from pydantic import Field, model_validator
 from torch import Tensor
 
+from fewstep.clip import ClipScore
 from fewstep.data.conditions import conditions_in_turn
 from fewstep.data.dataset import Dataset
 from fewstep.data.items import Items
@@ -35,18 +37,35 @@ class ValidationSettings(Settings):
     samples: Annotated[int, Field(ge=16)] = Field(500, description="student samples each time")
     batch_size: Annotated[int, Field(gt=0)] = Field(250, description="samples made at once")
     seed: Annotated[int, Field(ge=0)] = Field(1, description="of the samples' noise")
-    metric: Literal[
-        "frechet_distance",
-        "kernel_distance",
-        "precision",
-        "recall",
-        "density",
-        "coverage",
-        "class_accuracy",
-    ] = Field("frechet_distance", description="decides which student is the best")
+    metric: (
+        Literal[
+            "frechet_distance",
+            "kernel_distance",
+            "precision",
+            "recall",
+            "density",
+            "coverage",
+            "class_accuracy",
+            "clip_score",
+        ]
+        | None
+    ) = Field(
+        "frechet_distance", description="decides which student is the best; null: none is named"
+    )
     features: FeatureKind = Field(
         "auto", description="what images are compared by; auto: the data set's own choice"
     )
+    clip: str | None = Field(
+        None,
+        description="a CLIP model, as a directory or hub id, by which images are held against "
+        "their prompts; left out with a warning where it cannot be loaded",
+    )
+
+    @model_validator(mode="after")
+    def _check(self) -> ValidationSettings:
+        if self.metric == "clip_score" and self.clip is None:
+            raise ValueError("metric: 'clip_score' needs a CLIP model: set validation.clip")
+        return self
 
 
 MOST_REAL = 10_000
@@ -92,6 +111,46 @@ def real_images(items: Items, model: Model, batch_size: int = 64) -> Tensor:
     return torch.cat([model.decode(part).float().cpu() for part in parts])
 
 
+@final
+@dataclass(frozen=True)
+class Judge:
+    """What samples are judged by: real images, how well they fit their prompts, or both."""
+
+    evaluator: Evaluator | None
+    clip: ClipScore | None
+
+    def __call__(self, samples: Samples) -> dict[str, float | None]:
+        """Figures by name."""
+        found: dict[str, float | None] = {}
+        if self.evaluator is not None:
+            found |= self.evaluator.evaluate(samples.images, samples.labels).as_dict()
+        if self.clip is not None and samples.conditions.prompts is not None:
+            found["clip_score"] = self.clip(samples.images, samples.conditions.prompts)
+        return found
+
+
+def build_judge(settings: ValidationSettings, items: Items, model: Model, data_name: str) -> Judge:
+    """What a run's samples are judged by; arguments as for `build_evaluator`.
+
+    Raises:
+        UserError: where the metric that names the best student cannot be measured.
+    """
+    evaluator, clip = build_evaluator(items, model, settings.features, data_name), None
+    if settings.clip is not None:
+        try:
+            clip = ClipScore(settings.clip)
+        except UserError as error:
+            if settings.metric == "clip_score":
+                raise UserError(f"validation.clip: {error}") from error
+            logger.warning("validation.clip: %s; no CLIP score is measured", error)
+    if evaluator is None and settings.metric not in (None, "clip_score"):
+        raise UserError(
+            f"validation.metric: {settings.metric!r} compares with real images, and the data are "
+            f"prompts alone; use 'clip_score' with validation.clip, or null"
+        )
+    return Judge(evaluator, clip)
+
+
 def sampled_role(roles: Container[str]) -> str:
     """The role that stands for the result: student_ema where there is one."""
     return STUDENT_EMA if STUDENT_EMA in roles else STUDENT
@@ -134,11 +193,12 @@ class ValidationHook:
         self,
         settings: ValidationSettings,
         sample: Callable[[ValidationSettings], Samples | None],
-        evaluator: Evaluator | None,
+        judge: Judge | None,
         metrics: Metrics,
         last_cycle: int,
         best: dict[str, Any] | None,
         on_best: Callable[[int, dict[str, Any]], None],
+        on_samples: Callable[[int, Samples], None],
         ranks: Ranks = SINGLE,
     ) -> None:
         """Prepare to validate.
@@ -146,17 +206,19 @@ class ValidationHook:
         Args:
             settings: schedule and metric.
             sample: gives the `validation_samples` of the student as it is now.
-            evaluator: knows the real data; only rank 0 needs one.
+            judge: knows the real data; only rank 0 needs one.
             metrics: where results go.
             last_cycle: is validated whatever the schedule.
             best: the best so far, of a resumed run.
             on_best: called with the cycle and {"cycle", "metric", "value"} of a new best.
+            on_samples: called with the cycle and the samples, on rank 0.
             ranks: that share the sampling.
         """
         self._ranks = ranks
         self._settings = settings
         self._sample = sample
-        self._evaluator = evaluator
+        self._judge = judge
+        self._on_samples = on_samples
         self._metrics = metrics
         self._last_cycle = last_cycle
         # Figures of another metric, that of the run before it was resumed, do not compare.
@@ -177,8 +239,11 @@ class ValidationHook:
             logger.warning("cycle %d: %s", cycle, message)
             self._metrics.write("warning", cycle, cycle, {"message": message})
             return
-        self._metrics.write("validation", cycle, cycle, values)
-        value = values[self._settings.metric]
+        if values:
+            self._metrics.write("validation", cycle, cycle, values)
+        if self._ranks.first:
+            self._on_samples(cycle, samples)
+        value = values.get(self._settings.metric or "")
         if value is not None and self._improves(value):
             self.best = {"cycle": cycle, "metric": self._settings.metric, "value": value}
             self._on_best(cycle, self.best)
@@ -186,8 +251,8 @@ class ValidationHook:
     def judge(self, samples: Samples) -> dict[str, Any] | None:
         """Metrics of samples; None where they are not finite."""
         values = None
-        if self._evaluator is not None and torch.isfinite(samples.images).all():
-            values = dict(self._evaluator.evaluate(samples.images, samples.labels).as_dict())
+        if self._judge is not None and torch.isfinite(samples.images).all():
+            values = self._judge(samples)
         # All ranks must agree on which cycle is the best: they save it together.
         return self._ranks.tell(lambda: values)
 

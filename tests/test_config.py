@@ -139,7 +139,7 @@ def test_all_problems_are_listed_at_once(recipe_values) -> None:
         ("ema.decay", 1.0, "less than 1"),
         ("checkpoint.keep", 0, "greater than or equal to 1"),
         ("storage", "lora", "'independent' or 'shared_base'"),
-        ("data.name", "mnist", "'digits', 'custom' or 'none'"),
+        ("data.name", "mnist", "one of digits, custom, none, prompts, images"),
         ("runtime.dtype", "float16", "'float32' or 'float64'"),
         ("logging.tensorboard", "yes", "true or false"),
         ("logging.tensorboard", 1, "true or false"),

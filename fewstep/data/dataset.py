@@ -5,17 +5,13 @@ from __future__ import annotations
 import hashlib
 from dataclasses import dataclass
 from functools import cached_property
-from typing import Literal, final
+from typing import final
 
 import torch
-from pydantic import Field
 from torch import Tensor
 
 from fewstep.data.digits import load_digits
 from fewstep.data.items import Items
-from fewstep.settings import Settings
-
-Split = Literal["train", "validation"]
 
 
 @final
@@ -59,25 +55,6 @@ class Dataset(Items):
     def x0(self, items: Tensor) -> Tensor:
         """The samples."""
         return self.samples[items]
-
-
-@final
-class DataSettings(Settings):
-    """Which real data a run trains on or is compared with."""
-
-    name: Literal["digits", "custom", "none"] = Field(
-        "none",
-        description="digits: scikit-learn's handwritten digits; custom: passed from Python; "
-        "none: no data",
-    )
-
-    def load(self, split: Split = "train") -> Items | None:
-        """The data set, or None for "none" and "custom".
-
-        Args:
-            split: "train", or "validation": items that are held out, None without any.
-        """
-        return load_dataset(self.name) if split == "train" else None
 
 
 def load_dataset(name: str) -> Dataset | None:

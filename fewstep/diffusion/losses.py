@@ -53,6 +53,20 @@ def replace_nonfinite(x: Tensor) -> tuple[Tensor, Tensor]:
     return torch.where(finite, x, torch.zeros_like(x)), (~finite).flatten(1).sum(1)
 
 
+def replace_nonfinite_in_any(*tensors: Tensor) -> tuple[list[Tensor], Tensor]:
+    """Zero in all of them the entries that are NaN or infinite in any.
+
+    Args:
+        tensors: of the same shape [B, ...], to be added up.
+
+    Returns:
+        The cleaned tensors, and how many entries of each sample were replaced: int64 [B].
+    """
+    finite = torch.stack([torch.isfinite(x) for x in tensors]).all(0)
+    cleaned = [torch.where(finite, x, torch.zeros_like(x)) for x in tensors]
+    return cleaned, (~finite).flatten(1).sum(1)
+
+
 def denoising_loss(
     prediction: Prediction,
     x0: Tensor,

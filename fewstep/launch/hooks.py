@@ -4,13 +4,16 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any, Protocol, final
+
+import torch
 
 from fewstep.checkpoint import Saver, checkpoint_path, is_complete, read_best
 from fewstep.config import Recipe, dump_recipe, fingerprint
 from fewstep.data.batches import DataBatches
-from fewstep.evaluation import Evaluator
+from fewstep.images import write_samples
 from fewstep.parallel.ranks import SINGLE, Ranks
 from fewstep.run import RECIPE, Run
 from fewstep.sampling import Samples
@@ -18,9 +21,10 @@ from fewstep.training.loop import Hook
 from fewstep.training.metrics import DriftMonitor, LoggingHook, Metrics
 from fewstep.training.phase import PhaseResult
 from fewstep.training.worker import Worker
-from fewstep.validation import ValidationHook, ValidationSettings
+from fewstep.validation import Judge, ValidationHook, ValidationSettings
 
 FINGERPRINT = "fingerprint.json"
+PICTURED = 16
 
 OnCycle = Callable[[int, Sequence[PhaseResult]], None]
 
@@ -30,7 +34,7 @@ def build_hooks(
     start: int,
     reference: Mapping[str, float] | None,
     sample: Callable[[ValidationSettings], Samples | None],
-    evaluator: Evaluator | None,
+    judge: Judge | None,
     metrics: Metrics,
     on_cycle: OnCycle | None,
     saver: CheckpointHook,
@@ -43,7 +47,7 @@ def build_hooks(
         start: the cycle that the run goes on from.
         reference: moments of the teacher's samples, of a run that has a teacher.
         sample: gives the samples that the student is validated by.
-        evaluator: judges them, on rank 0.
+        judge: of them, on rank 0.
         metrics: where everything is written.
         on_cycle: of the caller.
         saver: saves on schedule, and the best.
@@ -59,17 +63,25 @@ def build_hooks(
             ValidationHook(
                 recipe.validation,
                 sample,
-                evaluator,
+                judge,
                 metrics,
                 last,
                 ranks.tell(lambda: known_best(directory)),
                 saver.save_best,
+                partial(picture_samples, directory / "validation"),
                 ranks,
             )
         )
     if on_cycle is not None:
         hooks.append(CallbackHook(on_cycle))
     return [*hooks, saver]
+
+
+def picture_samples(directory: Path, cycle: int, samples: Samples) -> None:
+    """Write the first samples of a validation as a grid, where they are pictures."""
+    images = samples.images[:PICTURED]
+    if images.ndim == 4 and images.shape[1] in (1, 3) and torch.isfinite(images).all():
+        write_samples(images, directory / f"cycle_{cycle:06d}.png")
 
 
 def known_best(directory: Path) -> dict[str, Any] | None:

@@ -26,7 +26,6 @@ from fewstep.config import Recipe, check_fingerprint, dump_recipe, load_recipe
 from fewstep.data.items import Items
 from fewstep.diffusion.timesteps import few_step_grid
 from fewstep.errors import UserError
-from fewstep.evaluation import Evaluator
 from fewstep.files import saving
 from fewstep.launch.hooks import (
     FINGERPRINT,
@@ -60,7 +59,7 @@ from fewstep.sampling import Samples, cpu_threads, sample_role
 from fewstep.training.loop import StopRequest, train_cycles
 from fewstep.training.metrics import Metrics, logger, open_metrics
 from fewstep.training.worker import Worker
-from fewstep.validation import ValidationSettings, build_evaluator, validation_samples
+from fewstep.validation import Judge, ValidationSettings, build_judge, validation_samples
 
 Resume = bool | Literal["auto"]
 TIMELINE = "timeline.json"
@@ -147,7 +146,7 @@ def train_in_process(
     model = model or recipe.model.build()
     recipe.method.build().check(model)
     check_ranks(recipe, ranks)
-    dataset = load_data(recipe, data)
+    dataset = load_data(recipe, model, data, ranks)
     with reporting("model: the network cannot be built"):
         teacher = None if resume else load_weights(recipe, model, ranks)
         worker = build_worker(recipe, model, dataset, teacher, ranks)
@@ -159,7 +158,7 @@ def train_in_process(
         return run
     # All that may fail comes before the recipe is written, which makes it a run directory.
     reference = teacher_statistics(run) if TEACHER_SCORE in run.roles else None
-    evaluator = open_evaluator(recipe, model, data) if ranks.first else None
+    judge = open_judge(recipe, model, dataset, items) if ranks.first else None
     ranks.barrier()  # every rank has looked at the directory as it was
     metrics = open_directory(recipe, start, resume, lock, ranks)
     try:
@@ -169,14 +168,14 @@ def train_in_process(
             return validation_samples(settings, run.roles, run.method.sampler(), items, ranks)
 
         hooks = build_hooks(
-            recipe, start, reference, sample, evaluator, metrics, on_cycle, saver, ranks
+            recipe, start, reference, sample, judge, metrics, on_cycle, saver, ranks
         )
         cycles = range(start + 1, recipe.train.cycles + 1)
-        k = worker.method.fake_updates_per_student
+        k, followers = worker.method.fake_updates_per_student, worker.method.followers
         # Saving ends last, with what is still being written in the background.
         with stop.on_interrupt(another_has_failed if ranks.size > 1 else None), saver:
             hooks.insert(0, reached)
-            done = train_cycles(worker, cycles, k, recipe.cycle, hooks, stop, ranks.any)
+            done = train_cycles(worker, cycles, k, recipe.cycle, hooks, stop, ranks.any, followers)
             if done > start or not resume:
                 saver.save(done)
         if done < recipe.train.cycles:
@@ -217,30 +216,41 @@ def agreed_signal(ranks: Ranks, own: signal.Signals | None) -> signal.Signals | 
     return signal.Signals(number) if number else None
 
 
-def load_data(recipe: Recipe, given: Items | None) -> Items | None:
+def load_data(
+    recipe: Recipe, model: Model, given: Items | None, ranks: Ranks = SINGLE
+) -> Items | None:
     """The data set of a run, `given` by the caller or loaded as the recipe says.
 
     Raises:
-        UserError: where one is needed and there is none.
+        UserError: where one is needed and there is none, or it is not what it was made from.
     """
-    dataset = given if given is not None else recipe.data.load()
+    if given is None and ranks.first:
+        recipe.data.check(model.encoding())
+    dataset: Items | None = given if given is not None else recipe.data.load()
     if dataset is None and (recipe.data.name == "custom" or recipe.validation is not None):
         raise UserError("data: the recipe needs a data set; pass it as train(recipe, data=...)")
     return dataset
 
 
-def open_evaluator(recipe: Recipe, model: Model, given: Items | None) -> Evaluator | None:
-    """What judges a run's samples, if it is validated: against the images of the same prompts.
+def open_judge(
+    recipe: Recipe, model: Model, dataset: Items | None, items: Items | None
+) -> Judge | None:
+    """What judges a run's samples, if it is validated.
+
+    Args:
+        recipe: resolved.
+        model: the adapter.
+        dataset: of the run.
+        items: whose prompts the samples have, where they have any: they are held against the
+            images of the same prompts.
 
     Raises:
-        UserError: where the data needed are not there.
+        UserError: where it cannot be had.
     """
-    dataset, settings = load_data(recipe, given), recipe.validation
-    if settings is None or dataset is None:
+    settings, real = recipe.validation, items if items is not None else dataset
+    if settings is None or real is None:
         return None
-    items = prompts_to_sample(recipe, model, given)
-    real = items if items is not None else dataset
-    return build_evaluator(real, model, settings.features, recipe.data.name)
+    return build_judge(settings, real, model, recipe.data.name)
 
 
 def open_directory(
@@ -345,7 +355,9 @@ def reporting(what: str) -> Iterator[None]:
 
 def check_network(roles: Roles, seed: int) -> None:
     """Call a role's network once; raises UserError where it does not give what it is given."""
-    model, role = roles.model, STUDENT if STUDENT in roles else next(iter(roles))
+    model = roles.model
+    denoisers = [name for name in roles if name not in roles.storage.heads]
+    role = STUDENT if STUDENT in roles else denoisers[0]
     x = torch.zeros(2, *model.sample_shape, device=roles.device, dtype=roles.dtype)
     condition = {key: value.to(roles.device) for key, value in model.example_condition(2).items()}
     # A network of the caller's may draw from the global generator.

@@ -1,4 +1,4 @@
-"""One process at a time trains in a run directory."""
+"""One process at a time writes into a directory."""
 
 from __future__ import annotations
 
@@ -16,18 +16,23 @@ except ImportError:  # not a Unix: nothing is locked
     fcntl = None  # type: ignore[assignment]
 
 LOCK = ".lock"
+TRAINS_THERE = (
+    "run_dir: {directory} is in use: process {holder} trains there; wait for its end, or choose "
+    "another directory with --run-dir"
+)
 
 
 @final
 class RunLock:
-    """The right to write into a run directory, held until `release` or the process's end.
+    """The right to write into a directory, held until `release` or the process's end.
 
     The operating system keeps it, so nothing that a killed process leaves behind is in the way.
     """
 
-    def __init__(self, directory: Path) -> None:
-        """`directory`: of the run; it need not exist yet."""
+    def __init__(self, directory: Path, in_use: str = TRAINS_THERE) -> None:
+        """`directory`: it need not exist yet; `in_use`: what is said where another has it."""
         self._file = directory / LOCK
+        self._in_use = in_use
         self._descriptor: int | None = None
 
     def __enter__(self) -> RunLock:
@@ -58,8 +63,7 @@ class RunLock:
                 if error.errno not in (errno.EWOULDBLOCK, errno.EACCES):
                     return  # a file system without locks
                 raise UserError(
-                    f"run_dir: {self._file.parent} is in use: process {holder or '(unknown)'} "
-                    f"trains there; wait for its end, or choose another directory with --run-dir"
+                    self._in_use.format(directory=self._file.parent, holder=holder or "(unknown)")
                 ) from error
             if self._is_current(descriptor):
                 os.ftruncate(descriptor, 0)

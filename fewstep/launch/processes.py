@@ -47,6 +47,15 @@ class Ended:
 
 def check_launch(recipe: Recipe, resume: Resume) -> None:
     """Raise UserError for what can be known to be wrong before any process is started."""
+    check_devices(recipe)
+    check_ranks(recipe, Ranks(0, recipe.launch.processes, CPU, grouped=True))
+    directory = Path(recipe.run_dir)
+    RunLock(directory).check()
+    check_directory(directory, is_resumed(directory, resume))
+
+
+def check_devices(recipe: Recipe) -> None:
+    """Raise UserError where the processes of a recipe would not have a device each."""
     wanted, device = recipe.launch.processes, recipe.runtime.device
     if device.startswith("cuda"):
         found = torch.cuda.device_count()
@@ -60,10 +69,6 @@ def check_launch(recipe: Recipe, resume: Resume) -> None:
                 f"launch.processes: {wanted} is given, one for each CUDA device, but there are "
                 f"{found}; lower it, or use runtime.device=cpu"
             )
-    check_ranks(recipe, Ranks(0, wanted, CPU, grouped=True))
-    directory = Path(recipe.run_dir)
-    RunLock(directory).check()
-    check_directory(directory, is_resumed(directory, resume))
 
 
 def launch(arguments: Sequence[str], processes: int, grace_seconds: int) -> Ended:

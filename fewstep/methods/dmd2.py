@@ -26,14 +26,16 @@ from fewstep.diffusion.losses import (
     dmd_direction,
     dmd_surrogate,
     replace_nonfinite,
+    replace_nonfinite_in_any,
 )
 from fewstep.diffusion.samplers import Transition, sigma_tensor, transition
 from fewstep.diffusion.timesteps import few_step_grid
 from fewstep.errors import UserError
+from fewstep.methods.adversarial import AdversarialSettings, Adversary
 from fewstep.methods.method import Method, PhaseLoss, Rollout, SamplerSpec, TensorSpec
 from fewstep.methods.options import Guidance, SigmaSampling, check_grid_start, check_guidance
 from fewstep.models.model import Condition, Model
-from fewstep.roles.role import FAKE_SCORE, STUDENT, TEACHER_SCORE, Roles
+from fewstep.roles.role import DISCRIMINATOR, FAKE_SCORE, STUDENT, TEACHER_SCORE, Roles
 from fewstep.settings import Settings
 
 LEAST_SCORE_NOISE = 1e-4
@@ -71,6 +73,9 @@ class DMD2Settings(Settings):
     )
     fake_weighting: DenoisingWeighting = Field(
         "native", description="error that the fake score learns from: of what it predicts, or x0"
+    )
+    adversarial: AdversarialSettings | None = Field(
+        None, description="a classifier that knows real data; null: none"
     )
 
     @field_validator("score_sigmas", mode="before")
@@ -133,28 +138,61 @@ class Target:
     Attributes:
         direction: [B, ...], detached and finite.
         nonfinite_entries: how many entries of each sample were zeroed, int64 [B].
+        adversarial_gradient: of the generator's loss, like `direction`; None without a classifier.
+        adversarial_loss: that loss, detached [B].
     """
 
     direction: Tensor
     nonfinite_entries: Tensor
+    adversarial_gradient: Tensor | None = None
+    adversarial_loss: Tensor | None = None
 
 
 @final
 class DMD2(Method):
-    """Student phases follow the direction; fake_score phases denoise the student's samples."""
+    """Student phases follow the direction; fake_score phases denoise the student's samples.
+
+    With the adversarial head, discriminator phases classify them.
+    """
 
     name: ClassVar[str] = "dmd2"
-    roles: ClassVar[tuple[str, ...]] = (STUDENT, FAKE_SCORE, TEACHER_SCORE)
-    trained_roles: ClassVar[tuple[str, ...]] = (STUDENT, FAKE_SCORE)
-    needs_data: ClassVar[bool] = False
-    scored_by: ClassVar[Mapping[str, tuple[str, ...]]] = {STUDENT: (FAKE_SCORE, TEACHER_SCORE)}
-    # The direction is that of the very samples; the fake score follows a student that moves anyway.
-    stale_samples: ClassVar[tuple[str, ...]] = (FAKE_SCORE,)
 
     def __init__(self, settings: DMD2Settings) -> None:
         """`settings`: the recipe's `method` section."""
         self.settings = settings
         self.sigmas = settings.grid
+        adversarial = settings.adversarial
+        weighs = adversarial is not None and adversarial.generator_weight > 0
+        self.adversary = Adversary(adversarial) if adversarial is not None and weighs else None
+        self._head = (DISCRIMINATOR,) if self.adversary is not None else ()
+
+    @property
+    def roles(self) -> tuple[str, ...]:
+        """See `Method.roles`."""
+        return (STUDENT, FAKE_SCORE, TEACHER_SCORE, *self._head)
+
+    @property
+    def trained_roles(self) -> tuple[str, ...]:
+        """See `Method.trained_roles`."""
+        return (STUDENT, FAKE_SCORE, *self._head)
+
+    @property
+    def needs_data(self) -> bool:
+        """See `Method.needs_data`: for the classifier alone."""
+        return self.adversary is not None
+
+    @property
+    def scored_by(self) -> Mapping[str, tuple[str, ...]]:
+        """See `Method.scored_by`."""
+        return {STUDENT: (FAKE_SCORE, TEACHER_SCORE, *self._head)}
+
+    @property
+    def stale_samples(self) -> tuple[str, ...]:
+        """See `Method.stale_samples`: who follows a student that moves anyway.
+
+        The direction, though, is that of the very samples.
+        """
+        return (FAKE_SCORE, *self._head)
 
     @property
     def fake_updates_per_student(self) -> int:
@@ -190,7 +228,7 @@ class DMD2(Method):
         rollout: Draw,
         external: Mapping[str, Tensor],
     ) -> PhaseLoss:
-        """One micro-batch of a student or a fake_score phase."""
+        """One micro-batch of a student, a fake_score or a discriminator phase."""
         if role == STUDENT:
             target = Target(**external) if "direction" in external else None
             return self.student_loss(roles, self.simulate(roles, batch, rollout), draw, target)
@@ -198,6 +236,9 @@ class DMD2(Method):
         if x0 is None:
             with torch.no_grad():
                 x0 = self.generate(roles, self.simulate(roles, batch, rollout))
+        if role == DISCRIMINATOR:
+            assert self.adversary is not None
+            return self.adversary.classifier_loss(roles, x0, batch, draw)
         return self.fake_score_loss(roles, x0, batch, draw)
 
     def external_tensors(
@@ -205,9 +246,12 @@ class DMD2(Method):
     ) -> Mapping[str, TensorSpec]:
         """See `Method.external_tensors`."""
         sample = TensorSpec(model.sample_shape, dtype)
-        if role == STUDENT:
-            return {"direction": sample, "nonfinite_entries": TensorSpec((), torch.int64)}
-        return {"x0": sample}
+        if role != STUDENT:
+            return {"x0": sample}
+        found = {"direction": sample, "nonfinite_entries": TensorSpec((), torch.int64)}
+        if self.adversary is not None:
+            found |= {"adversarial_gradient": sample, "adversarial_loss": TensorSpec((), dtype)}
+        return found
 
     def rollout(self, model: Model, batch: Batch, draw: Draw, dtype: torch.dtype) -> Rollout:
         """See `Method.rollout`: the grid up to a random exit (section 4.5)."""
@@ -221,11 +265,8 @@ class DMD2(Method):
         self, role: str, roles: Roles, x0: Tensor, batch: Batch, draw: Draw
     ) -> Mapping[str, Tensor]:
         """See `Method.score_for`."""
-        target = self.score(roles, x0, batch, draw)
-        return {
-            "direction": target.direction,
-            "nonfinite_entries": target.nonfinite_entries,
-        }
+        found = vars(self.score(roles, x0, batch, draw))
+        return {key: value for key, value in found.items() if value is not None}
 
     @torch.no_grad()
     def simulate(self, roles: Roles, batch: Batch, draw: Draw) -> Simulation:
@@ -253,14 +294,22 @@ class DMD2(Method):
 
     @torch.no_grad()
     def score(self, roles: Roles, x0: Tensor, batch: Batch, draw: Draw) -> Target:
-        """Both scores of the samples at one noise, one sigma and one input (DMD, eq. 7)."""
+        """Both scores of the samples at one noise, one sigma and one input (DMD, eq. 7).
+
+        And the pull of the classifier, at noise of its own.
+        """
         eps = draw.normal("eps", batch.sample_ids, x0.shape[1:], x0.dtype)
         sigma = self.settings.score_sigmas.sample(draw, batch.sample_ids, x0.dtype)
         x = roles.model.path.add_noise(x0, eps, sigma)
         fused = self.settings.score_batching == "fused"
         predict = self.predict_fused if fused else self.predict_separately
         x0_fake, x0_real = predict(roles, x, sigma, batch.condition)
-        return Target(*replace_nonfinite(dmd_direction(x0, x0_fake, x0_real)))
+        direction = dmd_direction(x0, x0_fake, x0_real)
+        if self.adversary is None:
+            return Target(*replace_nonfinite(direction))
+        gradient, losses = self.adversary.generator_term(roles, x0, batch, draw)
+        (direction, gradient), replaced = replace_nonfinite_in_any(direction, gradient)
+        return Target(direction, replaced, gradient, losses)
 
     def predict_separately(
         self, roles: Roles, x: Tensor, sigma: Tensor, condition: Condition
@@ -300,9 +349,14 @@ class DMD2(Method):
         samples = x0.detach()
         if target is None:
             target = self.score(roles, samples, simulation.batch, draw)
+        losses, metrics = dmd_surrogate(x0, target.direction), sample_statistics(samples)
+        pull, deceived = target.adversarial_gradient, target.adversarial_loss
+        if self.adversary is not None and pull is not None and deceived is not None:
+            losses = losses + self.adversary.surrogate(x0, pull, deceived)
+            metrics["generator_loss"] = deceived.mean()
         return PhaseLoss(
-            loss=dmd_surrogate(x0, target.direction).mean(),
-            metrics=sample_statistics(samples),
+            loss=losses.mean(),
+            metrics=metrics,
             outputs={"x0": samples},
             nonfinite_entries=target.nonfinite_entries.sum(),
             entries=samples.numel(),

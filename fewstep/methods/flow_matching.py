@@ -66,9 +66,9 @@ class FlowMatching(Method):
     """A cycle is one update of the student, which here is the network that learns the data."""
 
     name: ClassVar[str] = "flow_matching"
-    roles: ClassVar[tuple[str, ...]] = (STUDENT,)
-    trained_roles: ClassVar[tuple[str, ...]] = (STUDENT,)
-    needs_data: ClassVar[bool] = True
+    roles = (STUDENT,)
+    trained_roles = (STUDENT,)
+    needs_data = True
 
     def __init__(self, settings: FlowMatchingSettings) -> None:
         """`settings`: the recipe's `method` section."""

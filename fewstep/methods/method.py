@@ -14,7 +14,7 @@ from fewstep.data.batches import Batch
 from fewstep.diffusion.draw import Draw
 from fewstep.diffusion.samplers import Transition
 from fewstep.models.model import Model
-from fewstep.roles.role import Roles
+from fewstep.roles.role import STUDENT, Roles
 
 Solver = Literal["euler", "renoise", "heun"]
 
@@ -97,27 +97,48 @@ class TensorSpec(NamedTuple):
 class Method(ABC):
     """One algorithm of one paper. A new one is one file and one line in `methods.METHODS`.
 
+    What is a property here may be a plain attribute of a method where no setting changes it.
+
     Attributes:
         name: as in `method.name` of a recipe.
-        roles: the roles that it needs, without student_ema.
-        trained_roles: those that get an optimizer.
-        needs_data: whether batches must hold clean data.
-        scored_by: trained role -> roles that score its samples, all at once; another group than
-            its own may do that.
-        stale_samples: roles whose phases may learn from samples of a student a few updates old.
     """
 
     name: ClassVar[str]
-    roles: ClassVar[tuple[str, ...]]
-    trained_roles: ClassVar[tuple[str, ...]]
-    needs_data: ClassVar[bool]
-    scored_by: ClassVar[Mapping[str, tuple[str, ...]]] = {}
-    stale_samples: ClassVar[tuple[str, ...]] = ()
+
+    @property
+    @abstractmethod
+    def roles(self) -> tuple[str, ...]:
+        """The roles that it needs, without student_ema."""
+
+    @property
+    @abstractmethod
+    def trained_roles(self) -> tuple[str, ...]:
+        """Those that get an optimizer."""
+
+    @property
+    @abstractmethod
+    def needs_data(self) -> bool:
+        """Whether batches must hold clean data."""
+
+    @property
+    def scored_by(self) -> Mapping[str, tuple[str, ...]]:
+        """Trained role -> roles that score its samples, all at once, perhaps in another group."""
+        return {}
+
+    @property
+    def stale_samples(self) -> tuple[str, ...]:
+        """Roles whose phases may learn from samples of a student a few updates old."""
+        return ()
 
     @property
     @abstractmethod
     def fake_updates_per_student(self) -> int:
-        """K: fake_score phases in each cycle."""
+        """K: rounds of phases in each cycle of the roles that follow the student."""
+
+    @property
+    def followers(self) -> tuple[str, ...]:
+        """The trained roles that learn from the student's samples, in the order of a round."""
+        return tuple(role for role in self.trained_roles if role != STUDENT)
 
     @abstractmethod
     def check(self, model: Model) -> None:

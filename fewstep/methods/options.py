@@ -36,12 +36,18 @@ class SigmaSampling(Settings):
             raise ValueError(f"minimum ({self.minimum}) must be below maximum ({self.maximum})")
         return self
 
-    def sample(self, draw: Draw, sample_ids: Tensor, dtype: torch.dtype = torch.float32) -> Tensor:
-        """Sigmas [B] of the phase, from its stream "sigma"."""
+    def sample(
+        self,
+        draw: Draw,
+        sample_ids: Tensor,
+        dtype: torch.dtype = torch.float32,
+        stream: str = "sigma",
+    ) -> Tensor:
+        """Sigmas [B] of the phase, from one of its streams."""
         if self.kind == "uniform":
-            uniform = draw.uniform("sigma", sample_ids, dtype)
+            uniform = draw.uniform(stream, sample_ids, dtype)
             return uniform_sigma(uniform, self.shift, self.minimum, self.maximum)
-        normal = draw.normal("sigma", sample_ids, (), dtype)
+        normal = draw.normal(stream, sample_ids, (), dtype)
         return logit_normal_sigma(
             normal, self.mean, self.std, self.shift, self.minimum, self.maximum
         )

@@ -4,8 +4,27 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import final
 
 from torch import Tensor
+
+
+@final
+@dataclass(frozen=True)
+class Encoding:
+    """What decides how prompts and images are encoded, known without loading anything.
+
+    A run compares it with what its data were encoded by.
+
+    Attributes:
+        settings: by name, as plain text.
+        files: files or directories, by what they are for; they may lie elsewhere tomorrow.
+    """
+
+    settings: Mapping[str, str] = field(default_factory=dict)
+    files: Mapping[str, Path] = field(default_factory=dict)
 
 
 class PromptEncoder(ABC):

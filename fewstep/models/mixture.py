@@ -184,6 +184,10 @@ class Mixture(Model):
         output: Tensor = network(x, sigma)
         return output
 
+    def feature_blocks(self, network: nn.Module) -> dict[str, nn.Module]:
+        """The perceptron's activations; the exact teacher has none."""
+        return {k: m for k, m in network.named_modules() if isinstance(m, nn.SiLU)}
+
     def sample_data(self, count: int, generator: torch.Generator) -> Tensor:
         """Exact samples of the mixture, float64 [count, D]."""
         component = torch.randint(len(self.means), (count,), generator=generator)

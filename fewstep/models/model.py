@@ -18,7 +18,7 @@ from fewstep.diffusion.guidance import guide
 from fewstep.diffusion.paths import Path
 from fewstep.diffusion.prediction import Prediction, PredictionKind
 from fewstep.errors import UserError
-from fewstep.models.encoders import Autoencoder, PromptEncoder
+from fewstep.models.encoders import Autoencoder, Encoding, PromptEncoder
 
 Condition = Mapping[str, Tensor]
 
@@ -188,6 +188,13 @@ class Model(ABC):
         """
         return None
 
+    def encoding(self) -> Encoding:
+        """What decides how prompts and images are encoded, found without loading anything.
+
+        By default nothing is known of it, and a run cannot notice that it has changed.
+        """
+        return Encoding()
+
     def student_network(self, teacher: nn.Module) -> nn.Module:
         """The network that student and fake_score start from: a copy of the teacher.
 
@@ -201,12 +208,35 @@ class Model(ABC):
 
         By default the members of every `nn.ModuleList` that is the network's own.
         """
-        return {
-            f"{name}.{index}": block
-            for name, child in network.named_children()
-            if isinstance(child, nn.ModuleList)
-            for index, block in enumerate(child)
-        }
+        return listed_modules(network)
+
+    def feature_blocks(self, network: nn.Module) -> dict[str, nn.Module]:
+        """The parts of a network, by name and in order, whose outputs a classifier may look at.
+
+        By default the members of every `nn.ModuleList` that is the network's own.
+        """
+        return listed_modules(network)
+
+    def block_features(self, output: Any) -> Tensor:
+        """What one of `feature_blocks` has returned, as tokens [B, T, D].
+
+        By default for tensors: tokens [B, T, D] as they are, vectors [B, D] as one token, maps
+        [B, D, H, W] as one for each place.
+
+        Raises:
+            UserError: for anything else.
+        """
+        if isinstance(output, Tensor) and output.ndim in (2, 3, 4):
+            if output.ndim == 4:
+                return output.flatten(2).transpose(1, 2)
+            return output if output.ndim == 3 else output[:, None, :]
+        shaped = isinstance(output, Tensor)
+        what = f"shape {list(output.shape)}" if shaped else type(output).__name__
+        raise UserError(
+            f"method.adversarial.blocks: a block of this network returns {what}, which is neither "
+            f"tokens [B, T, D] nor a map [B, D, H, W]; {type(self).__name__}.block_features must "
+            f"make tokens of it"
+        )
 
     def encode(self, images: Tensor) -> Tensor:
         """Images [B, C, H, W] in [-1, 1] (or the data's own form) to samples."""
@@ -221,6 +251,16 @@ class Model(ABC):
         if self.classes is None:
             return {}
         return {"class_labels": torch.arange(count) % self.classes}
+
+
+def listed_modules(network: nn.Module) -> dict[str, nn.Module]:
+    """The members of every `nn.ModuleList` that is the network's own, by name."""
+    return {
+        f"{name}.{index}": block
+        for name, child in network.named_children()
+        if isinstance(child, nn.ModuleList)
+        for index, block in enumerate(child)
+    }
 
 
 @final

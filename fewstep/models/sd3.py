@@ -16,19 +16,23 @@ from fewstep.models.encoders import Autoencoder, PromptEncoder
 from fewstep.models.files import (
     load_opened_network,
     open_diffusers_network,
-    read_config,
     read_network_config,
     settings_from,
 )
 from fewstep.models.hub import directory_of
 from fewstep.models.model import Condition, Model, Pretrained
+from fewstep.models.sd3_files import (
+    DOWNSCALE,
+    check_pipeline,
+    read_scheduler_config,
+    schedule_shift,
+    transformer_directory,
+)
 from fewstep.settings import Settings
 
 Positive = Annotated[int, Field(gt=0)]
 
 NETWORK_CLASS = "SD3Transformer2DModel"
-# Pixels of an image for each entry of a latent, along each side.
-DOWNSCALE = 8
 CLIP_LENGTH = 77
 
 
@@ -181,7 +185,7 @@ class SD3Settings(Settings):
             pipeline = str(directory)
         settings = self.model_copy(update={"network": network, "pipeline": pipeline})
         if pipeline is not None:
-            check_pipeline(directory_of(pipeline, "model.pipeline"), network)
+            check_pipeline(directory_of(pipeline, "model.pipeline"), network.in_channels)
         settings.build()
         return settings
 
@@ -197,70 +201,6 @@ class SD3Settings(Settings):
         except ValueError as error:
             raise UserError(f"model.{error}") from error
         return SD3(self, self.network, size)
-
-
-def transformer_directory(directory: FilePath) -> FilePath:
-    """Where the network of a pipeline is; the directory itself if it is no pipeline."""
-    inside = directory / "transformer"
-    return inside if (inside / "config.json").is_file() else directory
-
-
-def check_pipeline(directory: FilePath, network: SD3Network) -> None:
-    """Raise UserError unless a pipeline's other parts fit a network.
-
-    Args:
-        directory: with vae/ and scheduler/, as diffusers writes them.
-        network: what it says of itself.
-    """
-    vae = read_config(directory / "vae" / "config.json", "AutoencoderKL")
-    channels = vae.get("latent_channels", 4)
-    if channels != network.in_channels:
-        raise UserError(
-            f"{directory}/vae makes latents of {channels} channels, the network takes "
-            f"{network.in_channels}: they do not belong together"
-        )
-    scale = 2 ** (len(vae.get("block_out_channels", (64,))) - 1)
-    if scale != DOWNSCALE:
-        raise UserError(
-            f"{directory}/vae makes a latent of {scale} by {scale} pixels; {DOWNSCALE} by "
-            f"{DOWNSCALE} are supported"
-        )
-    read_scheduler_config(directory)
-
-
-def read_scheduler_config(directory: FilePath) -> dict[str, Any]:
-    """A pipeline's schedule, as its scheduler's configuration has it.
-
-    Raises:
-        UserError: where there is none, or it is for networks that do not predict velocity.
-    """
-    config = read_config(directory / "scheduler" / "scheduler_config.json")
-    name, kind = config.get("_class_name"), config.get("prediction_type", "flow_prediction")
-    if not str(name).startswith("FlowMatch") or kind != "flow_prediction":
-        raise UserError(
-            f"{directory}/scheduler is a {name} (prediction_type {kind!r}): its network does not "
-            f"predict velocity on a rectified flow, as those of Stable Diffusion 3 do"
-        )
-    return config
-
-
-def schedule_shift(config: dict[str, Any], tokens: int) -> float:
-    """The shift s of a flow-matching scheduler's sigmas: s t / (1 + (s - 1) t).
-
-    A dynamic one (arXiv 2403.03206, section 5.3.2) depends on the number of tokens: diffusers
-    interpolates mu linearly between two of them, and s is exp(mu), or mu itself.
-
-    Args:
-        config: of the scheduler.
-        tokens: of an image.
-    """
-    if not config.get("use_dynamic_shifting", False):
-        return float(config.get("shift", 1.0))
-    least, most = config.get("base_image_seq_len", 256), config.get("max_image_seq_len", 4096)
-    low, high = config.get("base_shift", 0.5), config.get("max_shift", 1.15)
-    mu = low + (high - low) * (tokens - least) / (most - least)
-    exponential = config.get("time_shift_type", "exponential") == "exponential"
-    return float(torch.tensor(mu, dtype=torch.float64).exp()) if exponential else float(mu)
 
 
 @final
@@ -384,15 +324,14 @@ class SD3(Model):
 
     def prompt_encoder(self, device: torch.device, dtype: torch.dtype) -> PromptEncoder:
         """See `Model.prompt_encoder`: `text_encoder`, or the pipeline's three."""
-        length, size = self.settings.max_sequence_length, self.config
-        encoder: PromptEncoder
-        if self.settings.text_encoder is not None:
-            from fewstep.models.text import TextEncoder
+        from fewstep.models.sd3_encoders import SD3PromptEncoder
+        from fewstep.models.text import TextEncoder
 
+        length, size = self.settings.max_sequence_length, self.config
+        encoder: TextEncoder | SD3PromptEncoder
+        if self.settings.text_encoder is not None:
             encoder = TextEncoder(self.settings.text_encoder, length, device, dtype)
         elif self.settings.pipeline is not None:
-            from fewstep.models.sd3_encoders import SD3PromptEncoder
-
             directory = directory_of(self.settings.pipeline, "model.pipeline")
             encoder = SD3PromptEncoder(directory, length, size.joint_attention_dim, device, dtype)
         else:
@@ -404,8 +343,8 @@ class SD3(Model):
         for key, width in widths.items():
             if getattr(size, key) != width:
                 raise UserError(
-                    f"model: the text encoder gives {key} {width}, the network takes "
-                    f"{getattr(size, key)}"
+                    f"model: the network's {key} is {getattr(size, key)}, the text encoder gives "
+                    f"{width}"
                 )
         return encoder
 

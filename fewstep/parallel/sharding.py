@@ -129,7 +129,7 @@ class DistributedData(Sharding):
                 network, others
             )
             self._wrapped[role] = nn.parallel.DistributedDataParallel(network)
-            storage.wrap(role, self._wrapped[role])
+            storage.wrap(role, self._wrapped[role], only_in_training=True)
 
     def accumulating(self, storage: Storage, role: str, last: bool) -> AbstractContextManager[None]:
         """See `Sharding.accumulating`."""
@@ -187,9 +187,15 @@ def spread(
         recompute: keep only the blocks' inputs for the backward pass.
     """
     for name, network in storage.networks.items():
+        parts = blocks if name not in storage.heads else _no_blocks
         if recompute:
-            recompute_in_backward(dict.fromkeys(blocks(network).values()))
+            recompute_in_backward(dict.fromkeys(parts(network).values()))
         if compute_dtype is not None:
             compute_in(network, compute_dtype, sharding.ranks.device.type)
         filler = Filler(sharding.ranks, dtype, weights, storage.source_key)
-        sharding.shard(storage, name, blocks, filler)
+        sharding.shard(storage, name, parts, filler)
+
+
+def _no_blocks(network: nn.Module) -> Mapping[str, nn.Module]:
+    """A head is small: gathered whole."""
+    return {}

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from fewstep.errors import TrainingError, UserError
+from fewstep.models.block_features import FeatureExtractor, select_blocks
 from fewstep.models.model import Denoiser, Model
 from fewstep.roles.ema import EMASettings, ema_update
 from fewstep.roles.optimizer import OptimizerSettings
@@ -20,6 +21,7 @@ STUDENT = "student"
 STUDENT_EMA = "student_ema"
 FAKE_SCORE = "fake_score"
 TEACHER_SCORE = "teacher_score"
+DISCRIMINATOR = "discriminator"
 CPU = torch.device("cpu")
 
 Align = Callable[[Sequence[Tensor], Sequence[Tensor]], tuple[Sequence[Tensor], Sequence[Tensor]]]
@@ -184,10 +186,39 @@ class Roles(Mapping[str, Role]):
         """Put a role in force for the block, and the previous one again after it. Nests.
 
         Gradients are disabled for a frozen role, whatever the caller asks. The network runs in
-        eval mode: no dropout from a global generator.
+        eval mode: no dropout from a global generator. A role that is no denoiser is put in force
+        like any other, but to call it as one is an error.
         """
         with self._in_force(name, self.storage.module(name), self._roles[name].trainable) as one:
             yield one
+
+    @contextmanager
+    def use_features(self, name: str, blocks: Sequence[str] | None) -> Iterator[FeatureExtractor]:
+        """Put a role in force for the block, to look at what blocks of its network give. Nests.
+
+        Where the caller has gradients enabled, they reach the network's input, of a frozen role
+        too: take them by `torch.autograd.grad`, for that input alone, within the block. No backward
+        pass to the role's parameters may follow.
+
+        Args:
+            name: the role.
+            blocks: names of blocks; None: the one in the middle.
+
+        Raises:
+            UserError: for a block that does not exist.
+        """
+        network = self.storage.networks[self.storage.network_of(name)]
+        chosen = select_blocks(self.model, network, blocks)
+        module = self.storage.module(name, in_training=False)
+        with self._in_force(name, module, gradients=True) as denoiser:
+            yield FeatureExtractor(denoiser, chosen)
+
+    def head(self, name: str, in_training: bool) -> nn.Module:
+        """The network of a role that is no denoiser, ready to call.
+
+        `in_training`: whether a backward pass to its parameters follows.
+        """
+        return self.storage.module(name, in_training)
 
     @contextmanager
     def use_each(self, names: Sequence[str], samples: int) -> Iterator[Denoiser]:
@@ -235,6 +266,8 @@ class Roles(Mapping[str, Role]):
             self.storage.activate(active)
 
     def _check_active(self, called: str | Each) -> None:
+        if called in self.storage.heads:
+            raise UserError(f"the role {called!r} makes no samples: it tells real from made ones")
         if self._active != called:
             raise TrainingError(
                 f"the network was called as {called!r} while {self._active or 'no role'} was in "

@@ -48,12 +48,16 @@ class Storage(ABC):
     """Each physical network once, by name."""
     tensors: dict[str, dict[str, Tensor]]
     """What each network holds: parameters and persistent buffers, by name."""
+    heads: frozenset[str]
+    """Networks that are no denoisers, each of one role whose name it bears."""
 
     def __init__(self, networks: Mapping[str, nn.Module]) -> None:
         """`networks`: name -> network, each a module of its own."""
         self.networks = dict(networks)
         self.tensors = {}
+        self.heads: frozenset[str] = frozenset()
         self._wrapped: dict[str, nn.Module] = {}
+        self._in_training: dict[str, nn.Module] = {}
         for name, network in self.networks.items():
             self.bind(name, network.state_dict(keep_vars=True))
 
@@ -61,13 +65,27 @@ class Storage(ABC):
         """Say which tensors a network holds now, where its own have been replaced by others."""
         self.tensors[network] = dict(tensors)
 
-    def wrap(self, role: str, module: nn.Module) -> None:
-        """Let a role's network be called through another module, which is in eval mode."""
-        self._wrapped[role] = module.eval()
+    def add_head(self, role: str, network: nn.Module) -> None:
+        """Add a network that is no denoiser, for one role alone."""
+        self.heads |= {role}
+        self.networks[role] = network
+        self.bind(role, network.state_dict(keep_vars=True))
 
-    def module(self, role: str) -> nn.Module:
-        """The module to call for a role."""
-        return self._wrapped.get(role) or self.networks[self.network_of(role)]
+    def wrap(self, role: str, module: nn.Module, only_in_training: bool = False) -> None:
+        """Let a role's network be called through another module, which is in eval mode.
+
+        `only_in_training`: where gradients of its parameters may be wanted, and not else.
+        """
+        wrapped = self._in_training if only_in_training else self._wrapped
+        wrapped[role] = module.eval()
+
+    def module(self, role: str, in_training: bool = True) -> nn.Module:
+        """The module to call for a role.
+
+        `in_training`: whether a backward pass to the role's parameters may follow.
+        """
+        found = self._in_training.get(role) if in_training else None
+        return found or self._wrapped.get(role) or self.networks[self.network_of(role)]
 
     @abstractmethod
     def network_of(self, role: str) -> str:
@@ -76,6 +94,14 @@ class Storage(ABC):
     @abstractmethod
     def parameters(self, role: str) -> dict[str, nn.Parameter]:
         """The tensors that belong to the role alone, by name."""
+
+    def _all_parameters(self, network: str) -> dict[str, nn.Parameter]:
+        """All of a network's parameters; one that has several names goes by its first."""
+        tensors, first = self.tensors[network], dict[int, str]()
+        for key, tensor in tensors.items():
+            if isinstance(tensor, nn.Parameter):
+                first.setdefault(id(tensor), key)
+        return {key: cast(nn.Parameter, tensors[key]) for key in first.values()}
 
     @abstractmethod
     def source_key(self, key: str) -> str:
@@ -112,12 +138,8 @@ class Independent(Storage):
         return role
 
     def parameters(self, role: str) -> dict[str, nn.Parameter]:
-        """All of the network's parameters; one that has several names goes by its first."""
-        first: dict[int, str] = {}
-        for key, tensor in self.tensors[role].items():
-            if isinstance(tensor, nn.Parameter):
-                first.setdefault(id(tensor), key)
-        return {key: cast(nn.Parameter, self.tensors[role][key]) for key in first.values()}
+        """All of the network's."""
+        return self._all_parameters(role)
 
     def source_key(self, key: str) -> str:
         """The same name."""
@@ -179,11 +201,13 @@ class SharedBase(Storage):
         self.activate(None)
 
     def network_of(self, role: str) -> str:
-        """The base, whatever the role."""
-        return "base"
+        """The base, whatever the role, but for a head."""
+        return role if role in self.heads else "base"
 
     def parameters(self, role: str) -> dict[str, nn.Parameter]:
-        """The role's adapter tensors; the base's own for the teacher."""
+        """The role's adapter tensors; the base's own for the teacher; a head's own."""
+        if role in self.heads:
+            return self._all_parameters(role)
         return {key: cast(nn.Parameter, self.tensors["base"][key]) for key in self._keys[role]}
 
     def source_key(self, key: str) -> str:

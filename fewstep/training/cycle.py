@@ -1,7 +1,8 @@
-"""A cycle: one student phase and K fake_score phases, in a declared order."""
+"""A cycle: one student phase and K rounds of those that follow it, in a declared order."""
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Annotated, Literal, final
 
 from pydantic import Field
@@ -29,7 +30,10 @@ class CycleSettings(Settings):
 
 
 def plan_cycle(
-    cycle: int, fake_updates_per_student: int, settings: CycleSettings
+    cycle: int,
+    fake_updates_per_student: int,
+    settings: CycleSettings,
+    followers: Sequence[str] = (FAKE_SCORE,),
 ) -> list[PhaseRequest]:
     """The phases of one cycle, in order.
 
@@ -37,11 +41,20 @@ def plan_cycle(
         cycle: 1, 2, ...
         fake_updates_per_student: K; 0 for methods without a fake score.
         settings: order, warm-up and sharing.
+        followers: the roles that learn from the student's samples, K times, in this order; those
+            of a round share their samples.
     """
     shared = settings.fake_batches == "reuse_student"
     phases = [
-        PhaseRequest(cycle, name, FAKE_SCORE, rollout=STUDENT if shared else name)
-        for name in (f"{FAKE_SCORE}/{k}" for k in range(fake_updates_per_student))
+        PhaseRequest(
+            cycle,
+            f"{role}/{k}",
+            role,
+            rollout=STUDENT if shared else f"{followers[0]}/{k}",
+            hands_over=not shared and role == followers[0] and len(followers) > 1,
+        )
+        for k in range(fake_updates_per_student)
+        for role in followers
     ]
     if cycle > settings.warmup_cycles or fake_updates_per_student == 0:
         student = PhaseRequest(cycle, STUDENT, STUDENT, rollout=STUDENT)

@@ -9,6 +9,7 @@ from contextlib import contextmanager
 from types import FrameType
 from typing import Protocol, final
 
+from fewstep.roles.role import FAKE_SCORE
 from fewstep.training.cycle import CycleSettings, plan_cycle
 from fewstep.training.phase import Executor, PhaseResult
 
@@ -77,10 +78,14 @@ class StopRequest:
 
 
 def run_cycle(
-    executor: Executor, cycle: int, fake_updates_per_student: int, settings: CycleSettings
+    executor: Executor,
+    cycle: int,
+    fake_updates_per_student: int,
+    settings: CycleSettings,
+    followers: Sequence[str] = (FAKE_SCORE,),
 ) -> list[PhaseResult]:
     """Run the phases of one cycle in order."""
-    plan = plan_cycle(cycle, fake_updates_per_student, settings)
+    plan = plan_cycle(cycle, fake_updates_per_student, settings, followers)
     return [executor.run_phase(request) for request in plan]
 
 
@@ -92,6 +97,7 @@ def train_cycles(
     hooks: Sequence[Hook],
     stop: StopRequest,
     agree: Callable[[bool], bool] = bool,
+    followers: Sequence[str] = (FAKE_SCORE,),
 ) -> int:
     """Run cycles until the last one, or until a stop is requested.
 
@@ -103,6 +109,7 @@ def train_cycles(
         hooks: what happens after each cycle.
         stop: the wish to stop of this process.
         agree: whether any process of the run wishes so: all must leave after the same cycle.
+        followers: the roles that learn from the student's samples (see `plan_cycle`).
 
     Returns:
         The last cycle that was completed (`cycles.start - 1` if none).
@@ -111,7 +118,7 @@ def train_cycles(
     for cycle in cycles:
         if agree(stop.requested):
             break
-        results = run_cycle(executor, cycle, fake_updates_per_student, settings)
+        results = run_cycle(executor, cycle, fake_updates_per_student, settings, followers)
         done = cycle
         for hook in hooks:
             hook.after_cycle(cycle, results)

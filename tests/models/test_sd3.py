@@ -17,7 +17,8 @@ from torch import Tensor
 from fewstep.config import parse_recipe
 from fewstep.errors import UserError
 from fewstep.models.model import Denoiser
-from fewstep.models.sd3 import SD3, SD3Network, SD3Settings, schedule_shift
+from fewstep.models.sd3 import SD3, SD3Network, SD3Settings
+from fewstep.models.sd3_files import schedule_shift
 from fewstep.parallel.compute import recompute_in_backward
 from fewstep.roles.storage import SharedBase
 from fewstep.run import load_weights, resolve_recipe

@@ -18,14 +18,14 @@ from fewstep.config import Recipe, check_fingerprint, fingerprint
 from fewstep.data.conditions import conditions_in_turn
 from fewstep.data.items import Items
 from fewstep.errors import UserError
-from fewstep.evaluation import Evaluator
 from fewstep.launch.hooks import CheckpointHook, OnCycle, build_hooks
 from fewstep.launch.local import (
     TIMELINE,
     Resume,
+    load_data,
     look_at_directory,
     open_directory,
-    open_evaluator,
+    open_judge,
     read_fingerprint,
     resumed_recipe,
 )
@@ -47,6 +47,7 @@ from fewstep.training.loop import StopRequest, train_cycles
 from fewstep.training.metrics import Metrics
 from fewstep.training.phase import PhaseResult
 from fewstep.training.timeline import Timeline
+from fewstep.validation import Judge
 from fewstep.weights import Confirmation
 
 
@@ -68,7 +69,9 @@ def train_on_ray(
         recipe.method.build().check(adapter)
         check_engine(recipe, adapter)
         check_ranks(recipe, Ranks(0, recipe.launch.processes, CPU, grouped=True))
-        evaluator = open_evaluator(recipe, adapter, data)
+        dataset = load_data(recipe, adapter, data)
+        items = prompts_to_sample(recipe, adapter, data)
+        judge = open_judge(recipe, adapter, dataset, items)
         checkpoint = latest_checkpoint(directory) if resuming else None
         if checkpoint is not None:
             check_recipe(recipe, checkpoint)
@@ -83,7 +86,6 @@ def train_on_ray(
             if pool is not None:
                 check_base(groups[placement.group_of(STUDENT)].base(), pool.bases())
             ahead = unpack_ahead(checkpoint, recipe.launch.processes) if checkpoint else []
-            items = prompts_to_sample(recipe, adapter, data)
             executor = GroupExecutor(
                 recipe,
                 groups,
@@ -96,7 +98,7 @@ def train_on_ray(
             metrics = open_directory(recipe, report.cycle, resuming, lock)
             try:
                 return run_cycles(
-                    recipe, executor, report, evaluator, metrics, on_cycle, stop or StopRequest()
+                    recipe, executor, report, judge, metrics, on_cycle, stop or StopRequest()
                 )
             finally:
                 metrics.close()
@@ -106,7 +108,7 @@ def run_cycles(
     recipe: Recipe,
     executor: GroupExecutor,
     report: Report,
-    evaluator: Evaluator | None,
+    judge: Judge | None,
     metrics: Metrics,
     on_cycle: OnCycle | None,
     stop: StopRequest,
@@ -118,13 +120,14 @@ def run_cycles(
         recipe.checkpoint.every, GroupSaves(recipe, executor, report.fingerprint), alone=False
     )
     hooks = build_hooks(
-        recipe, start, report.reference, executor.sample, evaluator, metrics, on_cycle, saver
+        recipe, start, report.reference, executor.sample, judge, metrics, on_cycle, saver
     )
     hooks.append(TimelineHook(executor.timeline, metrics, recipe))
     cycles = range(start + 1, recipe.train.cycles + 1)
-    k = recipe.method.build().fake_updates_per_student
+    method = recipe.method.build()
+    k, followers = method.fake_updates_per_student, method.followers
     with stop.on_interrupt(), saver:
-        done = train_cycles(executor, cycles, k, recipe.cycle, hooks, stop)
+        done = train_cycles(executor, cycles, k, recipe.cycle, hooks, stop, followers=followers)
         if done > start or start == 0:
             saver.save(done)
     executor.timeline.write()

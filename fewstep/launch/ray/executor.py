@@ -166,8 +166,8 @@ class GroupExecutor:
         """The samples of a cycle that rollout workers make; `ahead`: those that may be old."""
         found = []
         scores_itself = scoring_group(self._placed, self._method, STUDENT) is None
-        k = self._method.fake_updates_per_student
-        for request in plan_cycle(cycle, k, self._recipe.cycle):
+        k, followers = self._method.fake_updates_per_student, self._method.followers
+        for request in plan_cycle(cycle, k, self._recipe.cycle, followers):
             own = request.role == STUDENT and scores_itself
             old = request.role in self._method.stale_samples
             if not own and (old or not ahead):

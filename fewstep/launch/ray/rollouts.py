@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from fewstep.config import Recipe
-from fewstep.data.batches import Batch, batch_source
+from fewstep.data.batches import Batch
 from fewstep.data.conditions import conditions_in_turn
 from fewstep.data.items import Items
 from fewstep.diffusion.draw import Draw
@@ -21,7 +21,7 @@ from fewstep.launch.ray.trainer import Reply
 from fewstep.launch.ray.transport import Packed, unpack
 from fewstep.models.model import Model
 from fewstep.parallel.ranks import CPU, Ranks
-from fewstep.run import prompts_to_sample
+from fewstep.run import build_batches, prompts_to_sample
 from fewstep.sampling import rollout_of_samples
 from fewstep.training.reduction import micro_batches
 from fewstep.training.timeline import Span, timed
@@ -60,13 +60,8 @@ class RolloutProcess:
         self._engine, self._base = open_engine(recipe, self._model, checkpoint)
         data = dataset if dataset is not None else recipe.data.load()
         self._items = prompts_to_sample(recipe, self._model, dataset)
-        self._batches = batch_source(
-            data,
-            self._model.classes,
-            torch.device(recipe.runtime.device),
-            self._dtype,
-            samples=self._method.needs_data,
-        )
+        device = torch.device(recipe.runtime.device)
+        self._batches = build_batches(recipe, self._model, data, device, self._dtype)
 
     def base(self) -> Confirmation | None:
         """The frozen base that the student rests on, by its checksum; None where there is none."""

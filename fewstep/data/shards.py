@@ -1,0 +1,90 @@
+"""WebDataset shards: tar files whose members belong together where their names begin alike."""
+
+from __future__ import annotations
+
+import json
+import tarfile
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+from fewstep.data.sources import Blob, Record, record
+from fewstep.errors import UserError
+
+IMAGE_ENDINGS = ("jpg", "jpeg", "png", "webp", "bmp", "tif", "tiff", "gif")
+
+
+def read_shard(file: Path, column: str | None, images: bool) -> Iterator[Record]:
+    """The samples of a shard, in their order.
+
+    Args:
+        file: a plain tar file.
+        column: the key of the text in each sample's .json; None: its .txt is the text.
+        images: whether samples have images as well.
+
+    Raises:
+        UserError: where the file is no tar file or ends too early.
+    """
+    for key, members in _samples(file):
+        where = f"{file}, {key}"
+        image = next((members[e] for e in IMAGE_ENDINGS if e in members), None)
+        if images and image is None:
+            yield Record(where, problem="there is no image")
+        elif column is None:
+            yield _of_text(where, members.get("txt"), image)
+        else:
+            yield _of_json(where, members.get("json"), column, image)
+
+
+def _of_text(where: str, blob: Blob | None, image: Blob | None) -> Record:
+    if blob is None:
+        return Record(where, problem="there is no .txt", image=image)
+    try:
+        return record(where, blob.read().decode("utf-8-sig"), image)
+    except UnicodeDecodeError:
+        return Record(where, problem="its .txt is not UTF-8", image=image)
+
+
+def _of_json(where: str, blob: Blob | None, column: str, image: Blob | None) -> Record:
+    if blob is None:
+        return Record(where, problem="there is no .json", image=image)
+    try:
+        values: Any = json.loads(blob.read())
+    except ValueError:
+        return Record(where, problem="its .json cannot be read", image=image)
+    if not isinstance(values, dict) or column not in values:
+        names = ", ".join(values) if isinstance(values, dict) else "no keys"
+        return Record(where, problem=f"its .json has no {column!r} ({names})", image=image)
+    return record(where, values[column], image)
+
+
+def _samples(file: Path) -> Iterator[tuple[str, dict[str, Blob]]]:
+    """Neighbours of the same key, each with its members by ending, in lower case."""
+    current: str | None = None
+    members: dict[str, Blob] = {}
+    for name, blob in _members(file):
+        folder, slash, base = name.rpartition("/")
+        stem, _, ending = base.partition(".")
+        key = f"{folder}{slash}{stem}"
+        if key != current and current is not None:
+            yield current, members
+            members = {}
+        current = key
+        members[ending.lower()] = blob
+    if current is not None:
+        yield current, members
+
+
+def _members(file: Path) -> Iterator[tuple[str, Blob]]:
+    size = file.stat().st_size
+    try:
+        with tarfile.open(file, "r:") as tar:
+            for member in tar:
+                if member.isfile() and not member.name.rpartition("/")[2].startswith("."):
+                    if member.offset_data + member.size > size:
+                        raise UserError(f"{file} ends in the middle of {member.name}")
+                    yield member.name, Blob(file, member.offset_data, member.size)
+    except tarfile.TarError as error:
+        raise UserError(
+            f"{file} is no plain tar file: {error}; shards must not be compressed"
+        ) from error
