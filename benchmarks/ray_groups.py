@@ -18,7 +18,7 @@ from benchmarks.ray_setup import (
     cluster_for,
     counted,
     open_run,
-    processor_seconds,
+    processor_clock,
     recipe_of,
 )
 from benchmarks.setup import alternate_by
@@ -70,7 +70,7 @@ def compare(network: str) -> tuple[list[tuple[float, float, float]], Table]:
     with cluster_for(2), open_run(two) as in_two, open_run(one) as in_one:
         runs = counted(in_two.run_cycle), counted(in_one.run_cycle)
         runs[0](), runs[1]()
-        found = alternate_by((time.perf_counter, processor_seconds), *runs, ROUNDS)
+        found = alternate_by((time.perf_counter, processor_clock()), *runs, ROUNDS)
         parts = timing(in_two, range(3, ROUNDS + 3))
     phases = two.method.build().fake_updates_per_student + 1
     return found, where_it_goes(parts, two.train.batch_size * phases, network)

@@ -80,7 +80,7 @@ def measure(run: OpenRun) -> Held:
     for cycle in range(1, CYCLES + 1):
         began = time.perf_counter()
         for request in plan_cycle(cycle, k, run.recipe.cycle):
-            run.executor.run_phase(request)
+            run.executor.run_phases([request])
             moments.append({name: resident_bytes(g) for name, g in run.groups.items()})
         seconds = time.perf_counter() - began
     return Held(

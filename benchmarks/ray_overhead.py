@@ -16,7 +16,7 @@ from benchmarks.ray_setup import (
     cluster_for,
     counted,
     open_run,
-    processor_seconds,
+    processor_clock,
     ranks_without_ray,
     recipe_of,
 )
@@ -64,7 +64,7 @@ def compare(network: str, niceness: int) -> Found:
         open_run(recipe) as on_ray,
     ):
         call = empty_call(on_ray.groups["trainer"])
-        clocks = (time.perf_counter, processor_seconds)
+        clocks = (time.perf_counter, processor_clock())
         ours, theirs = counted(on_ray.run_cycle), counted(without)
         ours(), theirs()  # twice to warm up: once more by what follows
         return Found(alternate_by(clocks, ours, theirs, ROUNDS), call)

@@ -22,7 +22,7 @@ from benchmarks.ray_setup import (
     OpenRun,
     cluster_for,
     open_run,
-    processor_seconds,
+    processor_clock,
     recipe_of,
 )
 from benchmarks.setup import STORAGES
@@ -82,12 +82,12 @@ def measure(run: OpenRun) -> Push:
     actor, pool = run.groups["actor"], run.pool
     assert pool is not None
     run.run_cycle(1)
-    found = []
+    found, processors = [], processor_clock()
     for number in range(2, ROUNDS + 3):
         push = partial(actor.push, "student", run.recipe.rollout.bucket_mib, number, number)
-        began, used = time.perf_counter(), processor_seconds()
-        pool.deliver(push)
-        seconds, processor = time.perf_counter() - began, processor_seconds() - used
+        began, used = time.perf_counter(), processors()
+        pool.deliver(push, number, number)
+        seconds, processor = time.perf_counter() - began, processors() - used
         values = run.timeline.cycle_values(number)
         found.append((values["push_bytes"], seconds, processor, values["push_seconds"]))
     size, seconds, processor, gather = (statistics.median(v) for v in zip(*found[1:], strict=True))

@@ -8,7 +8,7 @@ import logging
 import os
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from multiprocessing import Pipe
 from multiprocessing.connection import Connection
@@ -31,6 +31,7 @@ from fewstep.launch.ray.driver import (
 from fewstep.launch.ray.executor import GroupExecutor
 from fewstep.launch.ray.group import TrainerGroup
 from fewstep.launch.ray.pool import RolloutPool
+from fewstep.launch.ray.underway import Underway
 from fewstep.parallel.ranks import Ranks
 from fewstep.run import build_worker, load_weights, resolve_recipe
 from fewstep.training.loop import run_cycle
@@ -103,11 +104,12 @@ class OpenRun:
 def open_run(recipe: Recipe) -> Iterator[OpenRun]:
     """Start a run's processes on the cluster that there is; they end with the context."""
     placement, timeline = place_recipe(recipe), Timeline(None)
+    underway = Underway(recipe.launch.timeout_seconds, timeline.extend)
     with Cluster(recipe.launch, placement, recipe.placement.timeout_seconds) as cluster:
         caller = ShippedFromCaller.of(None, None)
-        groups = start_groups(cluster, placement, recipe, caller, None, timeline)
+        groups = start_groups(cluster, placement, recipe, caller, None, underway)
         agree(groups, None, recipe)
-        pool = start_pool(cluster, placement, recipe, caller, None, timeline)
+        pool = start_pool(cluster, placement, recipe, caller, None, underway)
         executor = GroupExecutor(recipe, groups, pool, timeline, version=0)
         yield OpenRun(recipe, groups, pool, executor, timeline)
         executor.leave()
@@ -167,10 +169,19 @@ def descendants(pid: int) -> list[int]:
     return found
 
 
-def processor_seconds() -> float:
-    """Processor time of this process and all below it, Ray's own among them."""
-    ticks = 0
-    for pid in descendants(os.getpid()):
-        fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
-        ticks += int(fields[11]) + int(fields[12])
-    return ticks / os.sysconf("SC_CLK_TCK")
+def processor_clock() -> Callable[[], float]:
+    """Tells the processor time of this process and all that are below it now, Ray's among them.
+
+    They are looked for once: the search takes as long as many calls do, and would be counted.
+    """
+    files = [Path(f"/proc/{pid}/stat") for pid in descendants(os.getpid())]
+    ticks = dict.fromkeys(files, 0)
+
+    def seconds() -> float:
+        for file in files:
+            with suppress(OSError):  # one that has ended has used what it has used
+                fields = file.read_text().rpartition(")")[2].split()
+                ticks[file] = int(fields[11]) + int(fields[12])
+        return sum(ticks.values()) / os.sysconf("SC_CLK_TCK")
+
+    return seconds

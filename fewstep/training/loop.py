@@ -86,7 +86,7 @@ def run_cycle(
 ) -> list[PhaseResult]:
     """Run the phases of one cycle in order."""
     plan = plan_cycle(cycle, fake_updates_per_student, settings, followers)
-    return [executor.run_phase(request) for request in plan]
+    return executor.run_phases(plan)
 
 
 def train_cycles(

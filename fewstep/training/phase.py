@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Protocol, final
 
@@ -53,8 +53,8 @@ class PhaseResult:
 
 
 class Executor(Protocol):
-    """What carries a phase to the workers and waits for them: this process, or a cluster."""
+    """What carries phases to the workers and waits for them: this process, or a cluster."""
 
-    def run_phase(self, request: PhaseRequest) -> PhaseResult:
-        """Run one phase on every worker."""
+    def run_phases(self, requests: Sequence[PhaseRequest]) -> list[PhaseResult]:
+        """Run phases of one cycle, one after the other, each on every worker of its role."""
         ...

@@ -85,6 +85,10 @@ class Worker:
         """All ranks of the run."""
         return self.sharding.ranks
 
+    def run_phases(self, requests: Sequence[PhaseRequest]) -> list[PhaseResult]:
+        """See `Executor.run_phases`."""
+        return [self.run_phase(request) for request in requests]
+
     def run_phase(self, request: PhaseRequest) -> PhaseResult:
         """Gradients of all micro-batches, checks, and at most one update of the role.
 

@@ -33,6 +33,7 @@ from fewstep.launch.ray.cluster import Cluster, check_answers
 from fewstep.launch.ray.driver import agree
 from fewstep.launch.ray.group import TrainerGroup
 from fewstep.launch.ray.pool import RolloutPool
+from fewstep.launch.ray.underway import Underway
 from fewstep.models.mixture import PointNetwork
 from fewstep.models.module import ModuleModel
 from fewstep.parallel.settings import LaunchSettings
@@ -147,7 +148,7 @@ def test_lost_rollout_workers_are_replaced(
     def kill() -> None:
         os.kill(model.pid("rollout/0"), signal.SIGKILL)
 
-    def deliver_(self: RolloutPool, push: Any) -> None:
+    def deliver_(self: RolloutPool, push: Any, *what: int) -> None:
         def push_(take: Any) -> Any:
             def take_(portion: Any) -> None:
                 take(portion)
@@ -157,7 +158,7 @@ def test_lost_rollout_workers_are_replaced(
 
             return push(take_)
 
-        deliver(self, push_)
+        deliver(self, push_, *what)
 
     def sleep_(self: RolloutPool, cycle: int) -> None:
         sleep(self, cycle)
@@ -502,10 +503,11 @@ def test_groups_and_recipes_that_differ_from_a_checkpoint_are_refused(
     recipe = resolve_recipe(make_recipe("dmd2", {**SPLIT, **changes}))
     seats = [Seat("trainer", group, 0, 0, 5000) for group in GROUPS]
     placement = Placement("accelerator", 1, {k: tuple(v) for k, v in GROUPS.items()}, tuple(seats))
+    underway = Underway(60, lambda spans: None)
     with Cluster(recipe.launch, placement, timeout_seconds=60) as cluster:
         groups = {
             seat.group: TrainerGroup(
-                cluster, seat.group, GROUPS[seat.group], [seat], recipe, lambda spans: None
+                cluster, seat.group, GROUPS[seat.group], [seat], recipe, underway
             )
             for seat in seats
         }

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import signal
 import threading
+from collections.abc import Sequence
 
 import pytest
 
@@ -20,9 +21,9 @@ class Recorder:
         self.requests: list[PhaseRequest] = []
         self.cycles: list[int] = []
 
-    def run_phase(self, request: PhaseRequest) -> PhaseResult:
-        self.requests.append(request)
-        return PhaseResult(request, True, 1, {})
+    def run_phases(self, requests: Sequence[PhaseRequest]) -> list[PhaseResult]:
+        self.requests.extend(requests)
+        return [PhaseResult(request, True, 1, {}) for request in requests]
 
     def after_cycle(self, cycle, results) -> None:
         self.cycles.append(cycle)

@@ -36,6 +36,7 @@ from fewstep.launch.ray.group import TrainerGroup
 from fewstep.launch.ray.pool import RolloutPool
 from fewstep.launch.ray.saving import GroupSaves, unpack_ahead
 from fewstep.launch.ray.trainer import Report
+from fewstep.launch.ray.underway import Underway
 from fewstep.models.model import Model
 from fewstep.parallel.ranks import CPU, Ranks
 from fewstep.pipeline_engine import check_engine
@@ -78,11 +79,12 @@ def train_on_ray(
         if checkpoint is not None and checkpoint_cycle(checkpoint) >= recipe.train.cycles:
             return Trained(directory, recipe, checkpoint_cycle(checkpoint), 0)
         placement, timeline = place_recipe(recipe), Timeline(directory / TIMELINE)
+        underway = Underway(recipe.launch.timeout_seconds, timeline.extend)
         with Cluster(recipe.launch, placement, recipe.placement.timeout_seconds) as cluster:
             caller = ShippedFromCaller.of(model, data)
-            groups = start_groups(cluster, placement, recipe, caller, checkpoint, timeline)
+            groups = start_groups(cluster, placement, recipe, caller, checkpoint, underway)
             report = agree(groups, checkpoint, recipe)
-            pool = start_pool(cluster, placement, recipe, caller, checkpoint, timeline)
+            pool = start_pool(cluster, placement, recipe, caller, checkpoint, underway)
             if pool is not None:
                 check_base(groups[placement.group_of(STUDENT)].base(), pool.bases())
             ahead = unpack_ahead(checkpoint, recipe.launch.processes) if checkpoint else []
@@ -190,13 +192,13 @@ def start_groups(
     recipe: Recipe,
     caller: ShippedFromCaller,
     checkpoint: Path | None,
-    timeline: Timeline,
+    underway: Underway,
 ) -> dict[str, TrainerGroup]:
     """Start the groups one after another, each giving up the accelerators for the next."""
     groups = {}
     for name, roles in placement.groups.items():
         seats = placement.seats_of(name)
-        group = TrainerGroup(cluster, name, roles, seats, recipe, timeline.extend)
+        group = TrainerGroup(cluster, name, roles, seats, recipe, underway)
         group.set_up(caller.model, caller.data, checkpoint)
         if recipe.placement.offload:
             group.sleep(cycle=0)
@@ -210,15 +212,13 @@ def start_pool(
     recipe: Recipe,
     caller: ShippedFromCaller,
     checkpoint: Path | None,
-    timeline: Timeline,
+    underway: Underway,
 ) -> RolloutPool | None:
     """Start the rollout workers, if there are any."""
     seats = [seat for seat in placement.seats if seat.kind == "rollout"]
     if not seats:
         return None
-    return RolloutPool(
-        cluster, seats, recipe, caller.model, caller.data, checkpoint, timeline.extend
-    )
+    return RolloutPool(cluster, seats, recipe, caller.model, caller.data, checkpoint, underway)
 
 
 def agree(groups: Mapping[str, TrainerGroup], checkpoint: Path | None, recipe: Recipe) -> Report:

@@ -14,13 +14,13 @@ from fewstep.data.conditions import Conditions
 from fewstep.grouping import group_of, scoring_group
 from fewstep.launch.ray.group import TrainerGroup
 from fewstep.launch.ray.pool import Ordered, RolloutPool, Take
+from fewstep.launch.ray.underway import Sent
 from fewstep.roles.role import STUDENT
 from fewstep.sampling import Samples
 from fewstep.training.cycle import plan_cycle
 from fewstep.training.phase import PhaseRequest, PhaseResult
 from fewstep.training.timeline import DRIVER, Timeline
 from fewstep.validation import ValidationSettings, sampled_role
-from fewstep.weights import Confirmation
 
 
 @final
@@ -29,6 +29,10 @@ class GroupExecutor:
 
     Before a phase, what it needs of roles that live elsewhere is made: student samples by the
     rollout workers, scores by the group that holds those roles. Only references pass through here.
+
+    The phases of a cycle are sent one after the other and waited for at its end (see `Underway`),
+    so that no group has nothing to do while this process gets round to it. What is waited for at
+    once are samples, as a lost rollout worker is replaced, and whether the student was updated.
 
     Attributes:
         groups: by name, in the order in which they train.
@@ -65,25 +69,38 @@ class GroupExecutor:
         self._orders = {(o.cycle, o.name): o for o in ahead}
         self._cycle = 0
 
-    def run_phase(self, request: PhaseRequest) -> PhaseResult:
-        """See `Executor.run_phase`."""
+    def run_phases(self, requests: Sequence[PhaseRequest]) -> list[PhaseResult]:
+        """See `Executor.run_phases`."""
+        sent = [self._send(request) for request in requests]
+        return [self._result(phase, staleness) for phase, staleness in sent]
+
+    def _send(self, request: PhaseRequest) -> tuple[Sent, dict[str, float]]:
+        """Send a phase to its group; with what its metrics will say of its samples."""
         self._cycle = request.cycle
         group = self._group_of(request.role)
         given, versions = self._given(request)
         self.wake(group)
-        result = group.run_phase(request, given, versions)
-        if self._may_be_old(request):
-            behind = self.version - torch.cat(self._orders[request.cycle, request.rollout].versions)
-            staleness = {
-                "staleness": float(behind.double().mean()),
-                "staleness_most": int(behind.max()),
-            }
-            result = replace(result, metrics={**result.metrics, **staleness})
-        if request.role == STUDENT:
-            self.version = int(result.metrics["updates"])
+        sent = group.run_phase(request, given, versions)
+        staleness = self._staleness(request)
+        if request.role == STUDENT and self._pool is not None:
             # Before any other group takes this one's place on the accelerators.
-            self._follow()
-        return result
+            self._result(sent)
+            if self._pool.version != self.version:
+                self._deliver_student()
+        return sent, staleness
+
+    def _result(self, sent: Sent, staleness: Mapping[str, float] | None = None) -> PhaseResult:
+        result: PhaseResult = sent.answers()[0]
+        if result.request.role == STUDENT:
+            self.version = int(result.metrics["updates"])
+        return replace(result, metrics={**result.metrics, **(staleness or {})})
+
+    def _staleness(self, request: PhaseRequest) -> dict[str, float]:
+        """How many updates the samples of a phase are behind, where they may be."""
+        if not self._may_be_old(request):
+            return {}
+        behind = self.version - torch.cat(self._orders[request.cycle, request.rollout].versions)
+        return {"staleness": float(behind.double().mean()), "staleness_most": int(behind.max())}
 
     def sample(self, settings: ValidationSettings) -> Samples | None:
         """What the student is validated by: made by the rollout workers, if there are any."""
@@ -100,14 +117,14 @@ class GroupExecutor:
     def _sample_elsewhere(self, pool: RolloutPool, settings: ValidationSettings) -> Samples:
         """Samples of the rollout workers, which hold the role that is judged for so long."""
         role = sampled_role(self._recipe.roles)
-        push = partial(self._push, role)
+        deliver = partial(self._deliver, role)
         # One that has died asleep is replaced now, and has no weights yet.
         pool.wake(self._cycle)
         if role != STUDENT or pool.version != self.version:
-            self._deliver(push)
-        images = pool.sample(settings, push)
+            deliver()
+        images = pool.sample(settings, deliver)
         if role != STUDENT:
-            self._deliver(self._push_student)
+            self._deliver_student()
         return Samples(images, self._conditions(settings.samples), 0.0, 0)
 
     def wake(self, group: TrainerGroup) -> None:
@@ -157,7 +174,7 @@ class GroupExecutor:
         if self._recipe.placement.offload:
             self._pool.wake(self._cycle)
         if self._pool.version != self.version:
-            self._deliver(self._push_student)
+            self._deliver_student()
         size = self._recipe.launch.processes
         for key in missing:
             self._orders[key] = self._pool.order(*key, size)
@@ -176,23 +193,19 @@ class GroupExecutor:
 
     def _collect(self, ordered: Ordered) -> list[Any]:
         assert self._pool is not None
-        return self._pool.collect(ordered, self._push_student)
+        return self._pool.collect(ordered, self._deliver_student)
 
-    def _follow(self) -> None:
+    def _deliver_student(self) -> None:
         """Let the rollout workers have the student as it is now."""
-        if self._pool is not None and self._pool.version != self.version:
-            self._deliver(self._push_student)
+        self._deliver(STUDENT)
 
-    def _deliver(self, push: Callable[[Take], Confirmation]) -> None:
+    def _deliver(self, role: str) -> None:
         assert self._pool is not None
         self._pool.wake(self._cycle)
         with self.timeline.measure("push", DRIVER, "push", self._cycle):
-            self._pool.deliver(push)
+            self._pool.deliver(partial(self._push, role), self._cycle, self.version)
 
-    def _push_student(self, take: Take) -> Confirmation:
-        return self._push(STUDENT, take)
-
-    def _push(self, role: str, take: Take) -> Confirmation:
+    def _push(self, role: str, take: Take) -> Sent:
         group = self._group_of(role)
         self._let_in(group, beside_rollouts=True)  # they take its weights
         bucket = self._recipe.rollout.bucket_mib

@@ -8,20 +8,21 @@ from typing import Any, final
 
 from fewstep.config import Recipe
 from fewstep.files import FileEntry
-from fewstep.launch.ray.calls import Call, gather
+from fewstep.launch.ray.calls import Call
 from fewstep.launch.ray.cluster import Cluster
-from fewstep.launch.ray.trainer import Reply, Report, TrainerProcess
+from fewstep.launch.ray.trainer import Report, TrainerProcess
+from fewstep.launch.ray.underway import Sent, Underway
 from fewstep.placement import Seat
-from fewstep.training.phase import PhaseRequest, PhaseResult
-from fewstep.training.timeline import Span
+from fewstep.training.phase import PhaseRequest
 from fewstep.weights import Confirmation
-
-Spans = Callable[[Sequence[Span]], None]
 
 
 @final
 class TrainerGroup:
     """The processes that hold some of the roles, one on each bundle.
+
+    What gives `Sent` does not wait, nor do `score`, `sleep` and `wake`; everything else waits for
+    all that was sent before, too.
 
     Attributes:
         name: of the group.
@@ -39,7 +40,7 @@ class TrainerGroup:
         roles: Sequence[str],
         seats: Sequence[Seat],
         recipe: Recipe,
-        spans: Spans,
+        underway: Underway,
     ) -> None:
         """Start the processes and let them meet.
 
@@ -49,24 +50,23 @@ class TrainerGroup:
             roles: that it holds.
             seats: by rank.
             recipe: resolved.
-            spans: takes what its processes say they did.
+            underway: what was sent, and not yet waited for, of all groups.
         """
         self.name, self.roles = name, tuple(roles)
         self.awake = True
-        self._spans, self._names = spans, [seat.name for seat in seats]
+        self._underway, self._names = underway, [seat.name for seat in seats]
         self._portions: dict[str, int] = {}
-        self._patience = recipe.launch.timeout_seconds
         self._actors = cluster.start(
             TrainerProcess, seats, lambda seat: (name, seat.rank, len(seats), recipe)
         )
-        address, port = gather(
-            [Call(self._actors[0].open.remote(), self._names[0], "open a port")]
-        )[0]
+        opened = Call(self._actors[0].open.remote(), self._names[0], "open a port")
+        ((address, port),) = underway.send(name, [opened]).answers()
         self.call("join", address, port)
 
     def call(self, method: str, *arguments: Any) -> list[Any]:
         """Call a method of all ranks with the same arguments; what each has given, by rank."""
-        return self._gather(method, [self._call(a, method, *arguments) for a in self._actors])
+        self._underway.settle()
+        return self._send_all(method, method, *arguments).answers()
 
     @property
     def report(self) -> Report:
@@ -95,8 +95,8 @@ class TrainerGroup:
 
     def run_phase(
         self, request: PhaseRequest, given: Sequence[Any] | None, versions: range
-    ) -> PhaseResult:
-        """Run a phase on all ranks.
+    ) -> Sent:
+        """Run a phase on all ranks; they answer with its `PhaseResult`.
 
         Args:
             request: the phase.
@@ -105,37 +105,36 @@ class TrainerGroup:
         """
         refs = given or [None] * len(self._actors)
         calls = [
-            self._call(actor, "run_phase", request, ref, versions)
+            actor.run_phase.remote(request, ref, versions, *self._before)
             for actor, ref in zip(self._actors, refs, strict=True)
         ]
-        result: PhaseResult = self._replies(in_words(request), calls)[0]
-        return result
+        return self._send(in_words(request), calls)
 
     def score(self, request: PhaseRequest, given: Sequence[Any], versions: range) -> list[Any]:
-        """Score student samples for a phase of another group; by rank a reference."""
+        """Score student samples for a phase of another group; by rank a reference, on its way."""
         pairs = [
-            actor.score.options(num_returns=2).remote(request, ref, versions)
+            actor.score.options(num_returns=2).remote(request, ref, versions, *self._before)
             for actor, ref in zip(self._actors, given, strict=True)
         ]
-        self._replies(f"{in_words(request)}, scores", [reply for reply, _ in pairs])
+        self._send(f"{in_words(request)}, scores", [reply for reply, _ in pairs])
         return [found for _, found in pairs]
 
     def sleep(self, cycle: int) -> None:
-        """Move weights and optimizers to main memory, unless they are there."""
+        """Send: move weights and optimizers to main memory, unless they are there."""
         if self.awake:
-            self._replies("sleep", [self._call(a, "sleep", cycle) for a in self._actors])
+            self._send_all("sleep", "sleep", cycle, *self._before)
             self.awake = False
 
     def wake(self, cycle: int) -> None:
-        """Move them back to the accelerators, unless they are there."""
+        """Send: move them back to the accelerators, unless they are there."""
         if not self.awake:
-            self._replies("wake", [self._call(a, "wake", cycle) for a in self._actors])
+            self._send_all("wake", "wake", cycle, *self._before)
             self.awake = True
 
     def push(
         self, role: str, bucket_mib: int, cycle: int, version: int, take: Callable[[Any], None]
-    ) -> Confirmation:
-        """Give a role's weights away, portion by portion.
+    ) -> Sent:
+        """Give a role's weights away, portion by portion; the last one is not waited for.
 
         Args:
             role: whose.
@@ -145,18 +144,22 @@ class TrainerGroup:
             take: is given the reference of each portion: `Packed` tensors by canonical name.
 
         Returns:
-            What was given away.
+            What the first rank answers to is what was given away, a `Confirmation`.
         """
         if role not in self._portions:
             self._portions[role] = self.call("portions", role, bucket_mib)[0]
-        sent: Confirmation | None = None
+        sent: Sent | None = None
         for portion in range(self._portions[role]):
+            if sent is not None:
+                sent.answers()
             pairs = [
-                actor.push.options(num_returns=2).remote(role, portion, version, cycle)
+                actor.push.options(num_returns=2).remote(
+                    role, portion, version, cycle, *self._before
+                )
                 for actor in self._actors
             ]
+            sent = self._send("push", [reply for reply, _ in pairs])
             take(pairs[0][1])
-            sent = self._replies("push", [reply for reply, _ in pairs])[0]
         assert sent is not None
         return sent
 
@@ -164,8 +167,9 @@ class TrainerGroup:
         self, draft: Path, part: str, skipped: Sequence[str], cycle: int, behind: bool
     ) -> Mapping[str, Any]:
         """Write the group's tensors into a checkpoint in the making; its state without them."""
-        calls = [self._call(a, "write", draft, part, skipped, cycle, behind) for a in self._actors]
-        state: Mapping[str, Any] = self._replies("save", calls)[0]
+        self._underway.settle()
+        sent = self._send_all("save", "write", draft, part, skipped, cycle, behind)
+        state: Mapping[str, Any] = sent.answers()[0]
         return state
 
     def is_written(self) -> bool:
@@ -177,18 +181,16 @@ class TrainerGroup:
         files: Mapping[str, FileEntry] = self.call("written")[0]
         return files
 
-    def _call(self, actor: Any, method: str, *arguments: Any) -> Any:
-        return getattr(actor, method).remote(*arguments)
+    @property
+    def _before(self) -> list[Any]:
+        return self._underway.before(self.name)
 
-    def _gather(self, what: str, refs: Sequence[Any]) -> list[Any]:
-        calls = [Call(r, n, what) for r, n in zip(refs, self._names, strict=True)]
-        return gather(calls, patience_seconds=self._patience)
+    def _send_all(self, what: str, method: str, *arguments: Any) -> Sent:
+        return self._send(what, [getattr(a, method).remote(*arguments) for a in self._actors])
 
-    def _replies(self, what: str, refs: Sequence[Any]) -> list[Any]:
-        replies: list[Reply] = self._gather(what, refs)
-        for reply in replies:
-            self._spans(reply.spans)
-        return [reply.value for reply in replies]
+    def _send(self, what: str, refs: Sequence[Any]) -> Sent:
+        calls = [Call(ref, name, what) for ref, name in zip(refs, self._names, strict=True)]
+        return self._underway.send(self.name, calls)
 
 
 def in_words(request: PhaseRequest) -> str:

@@ -16,8 +16,8 @@ from fewstep.config import Recipe
 from fewstep.errors import TrainingError
 from fewstep.launch.ray.calls import Call, describe_death, failure, gather, is_death
 from fewstep.launch.ray.cluster import Cluster
-from fewstep.launch.ray.group import Spans
 from fewstep.launch.ray.rollouts import RolloutProcess
+from fewstep.launch.ray.underway import Sent, Underway
 from fewstep.placement import Seat
 from fewstep.training.metrics import logger
 from fewstep.validation import ValidationSettings
@@ -25,8 +25,8 @@ from fewstep.weights import Confirmation
 
 Take = Callable[[Any], None]
 """Is given the reference of a portion of weights."""
-Push = Callable[[Take], Confirmation]
-"""Gives the student's weights away, portion by portion; what was given."""
+Push = Callable[[Take], Sent]
+"""Sends for the student's weights, portion by portion; is answered with what was given."""
 # So often in a row a lost worker is replaced before the run gives up.
 ATTEMPTS = 3
 # The version of workers that have no weights of the student yet.
@@ -80,7 +80,7 @@ class RolloutPool:
         model: Any,
         data: Any,
         checkpoint: Path | None,
-        spans: Spans,
+        underway: Underway,
     ) -> None:
         """Start the workers; they have no weights of the student yet.
 
@@ -91,10 +91,10 @@ class RolloutPool:
             model: reference of a model of the caller's, or None.
             data: reference of a data set of the caller's, or None.
             checkpoint: of a run that is gone on with.
-            spans: takes what the workers say they did.
+            underway: what the trainers were sent; should they fail, nobody waits for samples.
         """
         self._cluster, self._seats, self._recipe = cluster, list(seats), recipe
-        self._given, self._spans = (model, data, checkpoint), spans
+        self._given, self._underway = (model, data, checkpoint), underway
         self._timeout = float(recipe.launch.timeout_seconds)
         self._last_loss = ""
         self._open: list[Ordered] = []
@@ -123,7 +123,7 @@ class RolloutPool:
         self._open.append(ordered)
         return ordered
 
-    def collect(self, ordered: Ordered, push: Push) -> list[Any]:
+    def collect(self, ordered: Ordered, deliver: Callable[[], None]) -> list[Any]:
         """Wait for samples that were asked for; by rank a reference of `ExternalData`.
 
         A worker that has died, or does not answer in time, is replaced and given the weights
@@ -131,30 +131,33 @@ class RolloutPool:
 
         Args:
             ordered: what was asked for.
-            push: gives the student's weights away.
+            deliver: gives all workers the student's weights.
 
         Raises:
-            TrainingError: where workers are lost again and again, or one fails by itself.
+            TrainingError: where workers are lost again and again, or one fails by itself; or as
+                soon as trainers fail at what they were sent before.
         """
         what = f"the samples of cycle {ordered.cycle}, {ordered.name}"
         for _ in range(ATTEMPTS):
             if not ordered.collected:
                 if self._replaced(ordered):  # elsewhere, and not asked since
-                    self._ask_again(ordered.cycle, push)
+                    self._ask_again(deliver)
                 makers = [self._maker(ordered, rank) for rank in range(len(ordered.replies))]
                 if lost := self._lost(list(zip(makers, ordered.replies, strict=True)), what):
                     self._restart(lost)
-                    self._ask_again(ordered.cycle, push)
+                    self._ask_again(deliver)
                     continue
-                replies = self._gather(what, makers, ordered.replies)
-                for reply in replies:
-                    self._spans(reply.spans)
-                ordered.versions = [reply.value for reply in replies]
+                ordered.versions = self._replies(what, makers, ordered.replies)
             return ordered.data
         raise self._too_often(what)
 
-    def deliver(self, push: Push) -> None:
+    def deliver(self, push: Push, cycle: int, version: int) -> None:
         """Give all workers the student's weights, and see that they hold them.
+
+        Args:
+            push: gives the weights away.
+            cycle: for the timeline.
+            version: of these weights.
 
         Raises:
             TrainingError: where a worker holds something else afterwards.
@@ -168,23 +171,31 @@ class RolloutPool:
                 before = [ref for _, ref in calls[-len(self._actors) :]]
                 if before:
                     ray.wait(before, num_returns=len(before), timeout=self._timeout)
-                calls.extend((i, self._actors[i].load_weights.remote(portion)) for i in everyone)
+                calls.extend(
+                    (i, self._actors[i].load_weights.remote(portion, cycle)) for i in everyone
+                )
 
-            sent = push(take)
-            confirmed = [actor.confirm.remote(sent.version) for actor in self._actors]
+            pushed = push(take)
+            confirmed = [actor.confirm.remote(version, cycle) for actor in self._actors]
+            sent: Confirmation = pushed.answers()[0]
             lost = self._lost([*calls, *zip(everyone, confirmed, strict=True)], "take weights")
             if lost:
                 self._restart(lost)
                 continue
             self._gather("take weights", [i for i, _ in calls], [ref for _, ref in calls])
-            found = self._gather("confirm weights", everyone, confirmed)
+            found = self._replies("confirm weights", everyone, confirmed)
             check_confirmed(sent, dict(zip(self._names(everyone), found, strict=True)))
-            self.version = sent.version
+            self.version = version
             return
         raise self._too_often("new weights")
 
-    def sample(self, settings: ValidationSettings, push: Push) -> Tensor:
-        """The images that validation wants (see `validation_samples`), by all workers together."""
+    def sample(self, settings: ValidationSettings, deliver: Callable[[], None]) -> Tensor:
+        """The images that validation wants (see `validation_samples`), by all workers together.
+
+        Args:
+            settings: how many.
+            deliver: gives the workers what they are to sample.
+        """
         starts = range(0, settings.samples, settings.batch_size)
         for _ in range(ATTEMPTS):
             makers = [number % len(self._actors) for number in range(len(starts))]
@@ -194,7 +205,7 @@ class RolloutPool:
             ]
             if lost := self._lost(calls, "make validation samples"):
                 self._restart(lost)
-                self.deliver(push)
+                deliver()
                 continue
             parts = self._gather("make validation samples", makers, [ref for _, ref in calls])
             return torch.cat(parts)
@@ -207,8 +218,9 @@ class RolloutPool:
             self.awake = False
 
     def wake(self, cycle: int) -> None:
-        """Let them take it again."""
+        """Let them take it again, once the trainers have done what they were sent."""
         if not self.awake:
+            self._underway.settle()
             self._all("wake", cycle)
             self.awake = True
 
@@ -241,7 +253,7 @@ class RolloutPool:
         end = time.monotonic() + self._timeout
         while pending:
             left = max(0.0, end - time.monotonic())
-            ready, pending = ray.wait(pending, num_returns=1, timeout=left)
+            ready, pending = self._underway.wait_beside(pending, left)
             if not ready:
                 late = f"no answer within {self._timeout:g} s (launch.timeout_seconds)"
                 lost |= {workers[ref]: late for ref in pending}
@@ -263,10 +275,9 @@ class RolloutPool:
             f"{self._last_loss}"
         )
 
-    def _ask_again(self, cycle: int, push: Push) -> None:
+    def _ask_again(self, deliver: Callable[[], None]) -> None:
         """Give workers that were replaced the student's weights, and all that they are to make."""
-        self.wake(cycle)
-        self.deliver(push)
+        deliver()
         for ordered in self._open:
             for rank in self._replaced(ordered):
                 self._send(ordered, rank)
@@ -292,8 +303,13 @@ class RolloutPool:
             self.version = NONE
             for worker in lost:  # a new one is awake, and has nothing yet
                 refs[worker] = getattr(self._actors[worker], method).remote(cycle)
-        for reply in self._gather(method, everyone, refs):
-            self._spans(reply.spans)
+        self._replies(method, everyone, refs)
+
+    def _replies(self, what: str, workers: Sequence[int], refs: Sequence[Any]) -> list[Any]:
+        replies = self._gather(what, workers, refs)
+        for reply in replies:
+            self._underway.spans(reply.spans)
+        return [reply.value for reply in replies]
 
     def _names(self, workers: Sequence[int]) -> list[str]:
         return [self._seats[worker].name for worker in workers]

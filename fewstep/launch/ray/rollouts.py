@@ -17,8 +17,8 @@ from fewstep.data.items import Items
 from fewstep.diffusion.draw import Draw
 from fewstep.launch.ray.engines import open_engine
 from fewstep.launch.ray.external import ExternalData
-from fewstep.launch.ray.trainer import Reply
 from fewstep.launch.ray.transport import Packed, unpack
+from fewstep.launch.ray.underway import Reply
 from fewstep.models.model import Model
 from fewstep.parallel.ranks import CPU, Ranks
 from fewstep.run import build_batches, prompts_to_sample
@@ -42,6 +42,7 @@ class RolloutProcess:
         """
         self._lane, self._recipe = f"rollout/{rank}", recipe
         self._version = -1
+        self._taken: list[Span] = []
         logging.getLogger("fewstep").setLevel(logging.ERROR)
         torch.set_num_threads(recipe.runtime.threads or torch.get_num_threads())
 
@@ -113,14 +114,18 @@ class RolloutProcess:
         )
         return self._model.decode(self._engine.generate(rollout)).float().cpu()
 
-    def load_weights(self, portion: Mapping[str, Packed]) -> None:
+    def load_weights(self, portion: Mapping[str, Packed], cycle: int) -> None:
         """Take a portion of the student's weights."""
-        self._engine.load_weights(unpack(portion))
+        with timed(self._taken.append, "load", self._lane, "push", cycle):
+            self._engine.load_weights(unpack(portion))
 
-    def confirm(self, version: int) -> Confirmation:
-        """Say what the engine holds now, all portions taken."""
-        self._version = version
-        return self._engine.bound(version)
+    def confirm(self, version: int, cycle: int) -> Reply:
+        """Say what the engine holds now, all portions taken; with the spans of all."""
+        spans, self._taken = self._taken, []
+        with timed(spans.append, "confirm", self._lane, "push", cycle):
+            self._version = version
+            held = self._engine.bound(version)
+        return Reply(held, tuple(spans))
 
     def sleep(self, cycle: int) -> Reply:
         """Give the accelerator's memory back."""

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from concurrent.futures import Future
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
@@ -31,11 +31,13 @@ from fewstep.checkpoint.peers import Peers
 from fewstep.config import Recipe
 from fewstep.data.items import Items
 from fewstep.diffusion.draw import Draw
+from fewstep.errors import TrainingError
 from fewstep.files import FileEntry
 from fewstep.launch.hooks import run_fingerprint
 from fewstep.launch.local import check_network, reporting, teacher_statistics
 from fewstep.launch.ray.external import Expected, ExternalData, check_external
 from fewstep.launch.ray.transport import Packed, pack
+from fewstep.launch.ray.underway import Reply
 from fewstep.methods.method import TensorSpec
 from fewstep.models.model import Model
 from fewstep.parallel.offload import Moved, Offload, held_tensors
@@ -83,17 +85,13 @@ class Report:
 
 
 @final
-@dataclass(frozen=True)
-class Reply:
-    """What a call has given, and what it took."""
-
-    value: Any
-    spans: tuple[Span, ...] = ()
-
-
-@final
 class TrainerProcess:
-    """One rank of a trainer group. Every method is called on all ranks of the group at once."""
+    """One rank of a trainer group. Every method is called on all ranks of the group at once.
+
+    A call may be sent before the one before it has answered. Where it has to wait for another
+    group, it is sent with references of what that group gives; they are its last arguments, and
+    Ray does not begin before they are there.
+    """
 
     def __init__(self, group: str, rank: int, size: int, recipe: Recipe) -> None:
         """Begin.
@@ -108,6 +106,7 @@ class TrainerProcess:
         self._rank, self._size, self._recipe = rank, size, recipe
         self._place: MeetingPlace | None = None
         self._buckets: dict[str, list[list[str]]] = {}
+        self._failed = False
         # The driver speaks to the user.
         logging.getLogger("fewstep").setLevel(logging.ERROR)
         torch.set_num_threads(recipe.runtime.threads or torch.get_num_threads())
@@ -194,7 +193,7 @@ class TrainerProcess:
         return checksum.confirmation(version=0)
 
     def run_phase(
-        self, request: PhaseRequest, given: ExternalData | None, versions: range
+        self, request: PhaseRequest, given: ExternalData | None, versions: range, *_: object
     ) -> Reply:
         """Run a phase (see `Worker.run_phase`); what other processes have computed is checked.
 
@@ -204,7 +203,7 @@ class TrainerProcess:
             versions: student updates that may be behind it.
         """
         spans: list[Span] = []
-        with self._timed(spans, request.name, "train", request.cycle):
+        with self._in_turn(), self._timed(spans, request.name, "train", request.cycle):
             if given is not None:
                 tensors = self._worker.method.external_tensors(
                     request.role, self._worker.roles.model, self._worker.roles.dtype
@@ -214,11 +213,12 @@ class TrainerProcess:
         return Reply(result, tuple(spans))
 
     def score(
-        self, request: PhaseRequest, given: ExternalData, versions: range
+        self, request: PhaseRequest, given: ExternalData, versions: range, *_: object
     ) -> tuple[Reply, ExternalData]:
         """Score student samples for a phase of a later group (see `Worker.score`)."""
         spans: list[Span] = []
-        with self._timed(spans, f"score {request.name}", "score", request.cycle):
+        name = f"score {request.name}"
+        with self._in_turn(), self._timed(spans, name, "score", request.cycle):
             roles = self._worker.roles
             x0 = {"x0": TensorSpec(roles.model.sample_shape, roles.dtype)}
             request = self._take(request, given, versions, x0, spans)
@@ -269,11 +269,11 @@ class TrainerProcess:
 
     # Taking turns on the accelerator.
 
-    def sleep(self, cycle: int) -> Reply:
+    def sleep(self, cycle: int, *_: object) -> Reply:
         """Move weights and optimizers to main memory."""
         return self._move("sleep", self._offload.sleep, cycle)
 
-    def wake(self, cycle: int) -> Reply:
+    def wake(self, cycle: int, *_: object) -> Reply:
         """Move them back."""
         return self._move("wake", self._offload.wake, cycle)
 
@@ -291,7 +291,7 @@ class TrainerProcess:
         return len(self._buckets[role])
 
     def push(
-        self, role: str, portion: int, version: int, cycle: int
+        self, role: str, portion: int, version: int, cycle: int, *_: object
     ) -> tuple[Reply, Mapping[str, Packed]]:
         """One portion, whole, in main memory; of rank 0 alone, the others help to gather it.
 
@@ -307,7 +307,7 @@ class TrainerProcess:
         spans: list[Span] = []
         if portion == 0:
             self._checksum = Checksum()
-        with self._timed(spans, "gather", "push", cycle):
+        with self._in_turn(), self._timed(spans, "gather", "push", cycle):
             tensors = gather_bucket(self._worker, role, self._buckets[role][portion])
             if not self._ranks.first:
                 return Reply(None, tuple(spans)), {}
@@ -341,6 +341,20 @@ class TrainerProcess:
             device = self._ranks.device
             external = {key: value.to(device) for key, value in given.tensors.items()}
             return replace(request, external=external)
+
+    @contextmanager
+    def _in_turn(self) -> Iterator[None]:
+        """Do what was sent, unless this rank has failed at something that was sent before it.
+
+        The others of its group may hang in that; they must not go on with half of another thing.
+        """
+        if self._failed:
+            raise TrainingError("not done, as an earlier call has failed here")
+        try:
+            yield
+        except BaseException:
+            self._failed = True
+            raise
 
     def _move(self, name: str, move: Callable[[], Moved], cycle: int) -> Reply:
         start = time.time()
