@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 import importlib.util
 import io
 import json
@@ -12,7 +13,11 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 from PIL import Image
+
+import fewstep
+from fewstep.models.sd3 import SD3Settings
 
 ROOT = Path(__file__).parents[1]
 GRINNING, HEART, FOX, TWIN, FLAG = "1F600", "2764-FE0F", "1F98A", "1F43A", "1F1EF-1F1F5"
@@ -176,3 +181,36 @@ def test_another_archive_than_the_pinned_one_is_refused(fetch, tmp_path) -> None
     with pytest.raises(SystemExit, match="SHA-256"):
         fetch.fetch(fetch.NAMES, tmp_path)
     assert not (tmp_path / f"{name}-{version}").exists()
+
+
+def test_teacher_and_student_fit_each_other() -> None:
+    teacher, student = (
+        fewstep.load_recipe(ROOT / f"recipes/emoji/{name}.yaml") for name in ("teacher", "student")
+    )
+    assert isinstance(teacher.model, SD3Settings)
+    assert isinstance(student.model, SD3Settings)
+    assert student.model.weights == teacher.run_dir
+    for key in ("text_encoder", "max_sequence_length"):
+        assert getattr(student.model, key) == getattr(teacher.model, key)
+    assert student.data == teacher.data
+    # The guidance that the teacher is sampled with is that which goes into the student.
+    assert student.method.guidance == teacher.method.sampling.guidance
+    model = teacher.model.build()
+    assert model.sample_shape == (3, 32, 32)
+    network = model.build_network()
+    assert sum(parameter.numel() for parameter in network.parameters()) < 3e6
+    assert model.example_condition(1)["prompt_embeds"].shape == (1, 12, 384)
+
+
+@pytest.fixture
+def demo(monkeypatch: pytest.MonkeyPatch) -> Any:
+    """`examples/emoji_demo.py` as a module."""
+    monkeypatch.syspath_prepend(ROOT / "examples")
+    return importlib.import_module("emoji_demo")
+
+
+def test_the_demo_counts_images_that_are_nearest_to_the_picture_of_their_prompt(demo) -> None:
+    real = torch.eye(4)[:, None, :, None]
+    noise = 0.1 * torch.randn(real.shape, generator=torch.Generator().manual_seed(0))
+    assert demo.own_picture(real + noise, real) == 1
+    assert demo.own_picture(real[[1, 0, 2, 3]] + noise, real) == 0.5
