@@ -3,7 +3,7 @@
 Gets 1,026 emoji, encodes their names with a real text encoder, trains a small network of Stable
 Diffusion 3's kind on 926 of them, distils it, evaluates both with prompts that were trained on and
 with those held out, writes a report, and exports the student. Whatever is finished already is
-reused. Run by `make emoji`.
+reused. Run by `make emoji`. `--short` trains next to nothing, to see that all of it works.
 """
 
 from __future__ import annotations
@@ -36,12 +36,16 @@ from fewstep.validation import real_images
 ROOT, DATA = Path("runs/emoji"), Path("data/emoji")
 TEACHER, STUDENT = "recipes/emoji/teacher.yaml", "recipes/emoji/student.yaml"
 TEACHER_STEPS = (50, 16, 8, 4)
-PICTURED_STEPS = (50, 4)
 # Short enough to be read above a picture.
 PICTURED = {
     "train": ("red heart", "frog", "octopus", "banana", "rocket", "snowman", "angry face", "fire"),
     "validation": ("pizza", "hamster", "bell", "dog face", "cloud", "hot dog", "bird", "pill"),
 }
+SHORT = {
+    TEACHER: ["train.cycles=1", "train.batch_size=4", "model.network.num_layers=1"],
+    STUDENT: ["train.cycles=2", "train.batch_size=4", "cycle.warmup_cycles=1"],
+}
+SHORT_STEPS = (2, 1)
 console = Console()
 
 
@@ -87,7 +91,9 @@ def measure(source: Source, items: Items, steps: Sequence[int | None]) -> list[d
     return rows
 
 
-def pictures(sources: Sequence[Source], data: dict[str, Items]) -> tuple[dict[str, Tensor], list]:
+def pictures(
+    sources: Sequence[Source], data: dict[str, Items], teacher_steps: Sequence[int]
+) -> tuple[dict[str, Tensor], list[str]]:
     """Rows of pictures of the same prompts from the same noise, and the prompts."""
     chosen = []
     for split, prompts in PICTURED.items():
@@ -98,14 +104,14 @@ def pictures(sources: Sequence[Source], data: dict[str, Items]) -> tuple[dict[st
     conditions = tensor_conditions({k: torch.cat([p[k] for p in parts]) for k in parts[0]}, prompts)
     rows = {"real": torch.cat([items.x0(numbers) for items, numbers in chosen])}
     for source in sources:
-        for count in (None,) if source.few_step else PICTURED_STEPS:
+        for count in (None,) if source.few_step else teacher_steps:
             spec = source.sampler(count)
             made = source.sample(conditions, spec, seed=0)
             rows[f"{source.name}, {spec.steps} steps"] = made.images
     return rows, prompts
 
 
-def evaluate_or_reuse() -> dict[str, Any]:
+def evaluate_or_reuse(teacher_steps: Sequence[int]) -> dict[str, Any]:
     """Evaluate teacher and student and write the report, unless that has been done since."""
     file = ROOT / "evaluation.json"
     newest = max(path.stat().st_mtime for path in ROOT.glob("*/checkpoints/*"))
@@ -117,13 +123,13 @@ def evaluate_or_reuse() -> dict[str, Any]:
     sources = [fewstep.open_source(ROOT / name) for name in ("teacher", "student")]
     found: dict[str, list] = {split: [] for split in data}
     for source in sources:
-        steps = (None,) if source.few_step else TEACHER_STEPS
+        steps = (None,) if source.few_step else teacher_steps
         for split, items in data.items():
             found[split] += measure(replace(source, items=items), items, steps)
     real = real_images(data["train"], sources[0].roles.model)
     floor = Evaluator(real, None, features()).floor()
     document = {**evaluation_document(found["train"], floor), "held_out": found["validation"]}
-    rows, prompts = pictures(sources, data)
+    rows, prompts = pictures(sources, data, (max(teacher_steps), min(teacher_steps)))
     runs = [ReportRun(source.name, source.path) for source in sources]
     write_report(
         ROOT,
@@ -137,7 +143,7 @@ def evaluate_or_reuse() -> dict[str, Any]:
     return document
 
 
-def main() -> None:
+def main(short: bool) -> None:
     """Run every step, saying what it does and how long it takes."""
     os.environ.setdefault("OMP_NUM_THREADS", "2")
     began = time.perf_counter()
@@ -149,9 +155,9 @@ def main() -> None:
     call("encode", TEACHER)
     for name, recipe in (("teacher", TEACHER), ("student", STUDENT)):
         console.rule(name)
-        call("train", recipe, "--resume", "auto")
+        call("train", recipe, *(SHORT[recipe] if short else []), "--resume", "auto")
     console.rule("evaluation")
-    document = evaluate_or_reuse()
+    document = evaluate_or_reuse(SHORT_STEPS if short else TEACHER_STEPS)
     console.print(evaluation_table(document))
     console.rule("export")
     call("export", str(ROOT / "student"), "--out", str(ROOT / "export"))
@@ -170,7 +176,7 @@ def main() -> None:
 
 if __name__ == "__main__":
     try:
-        main()
+        main(short=sys.argv[1:] == ["--short"])
     except fewstep.UserError as error:
         console.print("[bold red]Error:[/bold red]", end=" ")
         console.print(str(error), markup=False, highlight=False, soft_wrap=True)
