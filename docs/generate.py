@@ -38,7 +38,7 @@ MISTAKES = (
     "optimizers.student.schedule.updates=null",
     "train.cycles",
 )
-DISCRIMINATED = {"model": "family", "method": "name"}
+DISCRIMINATED = {"model": "family", "method": "name", "data": "name"}
 
 
 def write_references(directory: Path, root: Path) -> None:
@@ -105,14 +105,26 @@ def section(
     yield ""
     for dotted, name, default, several in inner:
         model, defaults = definitions[name], default if isinstance(default, dict) else {}
+        if several and defaults:
+            key = DISCRIMINATED[dotted]
+            defaults = defaults if defaults[key] in choices(model["properties"][key]) else {}
         signature = name + json.dumps(defaults)
         if signature in seen:
             yield f"### `{dotted}`\n\nThe same keys and defaults as `{seen[signature]}`.\n"
             continue
         seen[signature] = dotted
-        choice = model["properties"][DISCRIMINATED[dotted]]["const"] if several else ""
-        label = f"{DISCRIMINATED[dotted]}: {choice}" if several else ""
+        label = choice_label(model, DISCRIMINATED[dotted]) if several else ""
         yield from section(model, dotted, defaults, definitions, seen, label)
+
+
+def choice_label(model: Mapping[str, Any], key: str) -> str:
+    """What makes a section this one of several kinds, as in "name: digits, custom, none"."""
+    return f"{key}: {', '.join(choices(model['properties'][key]))}"
+
+
+def choices(field: Mapping[str, Any]) -> list[str]:
+    """The values of a field that takes one or a few texts."""
+    return field.get("enum") or [field["const"]]
 
 
 def referenced(field: Mapping[str, Any]) -> Iterator[str]:

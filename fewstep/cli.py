@@ -285,20 +285,31 @@ def export(
     out: Annotated[
         Path | None, typer.Option(help="Directory to write; by default RUN/export.")
     ] = None,
+    form: Annotated[
+        Literal["pipeline", "network", "lora"],
+        typer.Option(
+            "--format",
+            help="pipeline: all that sampling needs; network: without the teacher's text encoders "
+            "and autoencoder; lora: the adapter alone.",
+        ),
+    ] = "pipeline",
+    verify: Annotated[
+        bool, typer.Option(help="Load it in plain diffusers and compare samples.")
+    ] = True,
 ) -> None:
     """Write a role as a directory that plain diffusers loads, and check it by loading it.
 
     The directory holds the network, a scheduler, a pipeline with the trained sigmas, and a README
-    with the sampling loop in ten lines. LoRA students are merged; the adapter is there as well.
+    that says how to sample it. LoRA students are merged; the adapter is there as well.
     """
     from fewstep.export import export_run
     from fewstep.run import open_result, open_run
 
     opened = open_result(run) if which is None else open_run(run, which)
-    directory = export_run(opened, out or run / "export", role)
+    directory = export_run(opened, out or run / "export", role, form, verify)
+    checked = "plain diffusers gives the same images" if verify else "not compared with diffusers"
     console.print(
-        f"Exported {role or opened.result_role} of cycle {opened.cycle} to {directory}; plain "
-        f"diffusers gives the same images.",
+        f"Exported {role or opened.result_role} of cycle {opened.cycle} to {directory}; {checked}.",
         markup=False,
     )
 
@@ -337,15 +348,38 @@ def plan(
     overrides: Annotated[
         list[str] | None, typer.Argument(metavar="KEY=VALUE", help="As for train.")
     ] = None,
+    gpus: Annotated[
+        str | None,
+        typer.Option(
+            metavar="NxMEMORY",
+            help="Devices that there are, as in 1x80GB or 8x24GiB; exit code 2 if the recipe does "
+            "not fit. By default the memory on 1, 2 and 8 is shown.",
+        ),
+    ] = None,
 ) -> None:
-    """Show who does what in a cycle, and on Ray who sits where, before a run.
+    """Show who does what in a cycle, on Ray who sits where, and the memory that it takes.
 
     Nothing is started and no weights are read: the plan of a large run can be looked at anywhere.
+    Weights, gradients and optimizers are counted exactly; what comes and goes is estimated.
     """
     from fewstep.config import load_recipe
+    from fewstep.memory import parse_devices
+    from fewstep.memory_tables import plan_memory
     from fewstep.plan import plan_recipe
 
-    console.print(plan_recipe(load_recipe(recipe, overrides or [])))
+    devices = parse_devices(gpus) if gpus is not None else None
+    loaded = load_recipe(recipe, overrides or [])
+    console.print(plan_recipe(loaded))
+    try:
+        shown, too_much = plan_memory(loaded, devices)
+    except UserError as error:
+        if devices is not None:
+            raise
+        console.print(f"\nMemory: {error}", markup=False, highlight=False)
+        return
+    console.print("", shown, sep="\n")
+    if too_much is not None:
+        raise UserError(f"--gpus: {too_much}")
 
 
 def parse_numbers(text: str, option: str, least: int, most: int) -> list[int]:

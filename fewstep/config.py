@@ -170,7 +170,7 @@ class Recipe(Settings):
         if method.needs_data and self.data.name == "none":
             what = f"method {method.name!r}" if not idle else "the classifier, method.adversarial,"
             raise ValueError(f"data.name: {what} trains on data; 'none' is given")
-        self._check_r1()
+        self._check_adversarial()
         if self.cycle.warmup_cycles >= self.train.cycles:
             raise ValueError(
                 f"cycle.warmup_cycles ({self.cycle.warmup_cycles}) must be below train.cycles "
@@ -190,8 +190,16 @@ class Recipe(Settings):
             raise ValueError(str(error)) from error
         return self
 
-    def _check_r1(self) -> None:
-        """The exact penalty needs derivatives of derivatives, which sharding does not know."""
+    def _check_adversarial(self) -> None:
+        """What sharding does not know: derivatives of derivatives; FSDP1: graphs within graphs."""
+        if DISCRIMINATOR not in self.roles:
+            return
+        if self.parallel.kind == "fsdp1" and self.storage == "shared_base":
+            raise ValueError(
+                "method.adversarial: parallel.kind 'fsdp1' cannot run a backward pass through a "
+                "base on which the student's own is still to come, as storage 'shared_base' needs; "
+                "use parallel.kind 'fsdp2', or storage 'independent'"
+            )
         adversarial = getattr(self.method, "adversarial", None)
         exact = adversarial is not None and adversarial.r1 and adversarial.r1.kind == "exact"
         if exact and self.parallel.kind in ("fsdp1", "fsdp2"):

@@ -53,9 +53,8 @@ def check_groups(
     _check_use(groups, method)
     for role in method.trained_roles:
         _check_scorers(groups, method, role)
-    for role in method.trained_roles:
-        if role != STUDENT:
-            _check_order(groups, role, cycle)
+    for role in method.followers:
+        _check_order(groups, role, method.followers[0], cycle)
 
 
 def _check_names(groups: Groups) -> None:
@@ -146,13 +145,16 @@ def _check_scorers(groups: Groups, method: Method, role: str) -> None:
         )
 
 
-def _check_order(groups: Groups, role: str, cycle: CycleSettings) -> None:
-    """Groups train in their order, so the phases of a cycle must have the same."""
+def _check_order(groups: Groups, role: str, leader: str, cycle: CycleSettings) -> None:
+    """Groups train in their order, so the phases of a cycle must have the same.
+
+    `leader`: of those that follow the student, whose name stands for all in `cycle.order`.
+    """
     home, other = group_of(groups, STUDENT), group_of(groups, role)
     if home == other:
         return
     first = next(group for group in groups if group in (home, other))
-    right = "student_first" if first == home else f"{role}_first"
+    right = "student_first" if first == home else f"{leader}_first"
     if cycle.order != right:
         last = other if first == home else home
         raise UserError(

@@ -111,7 +111,7 @@ def _cycle_text(recipe: Recipe) -> str:
     size, micro = recipe.train.batch_size, recipe.train.micro_batch_size
     portions = f", {micro} at a time" if micro else ""
     spared = " and ".join(role.replace("_", " ") for role in method.followers)
-    warmup = f" The first {first - 1} cycles train {spared} only." if first > 1 else ""
+    warmup = f" The first {first - 1} cycles train the {spared} only." if first > 1 else ""
     return (
         f"[bold]Cycle[/bold] ({recipe.train.cycles} in all): {phases}; {size} samples a "
         f"phase{portions}; student batches: {recipe.cycle.fake_batches}.{warmup}"

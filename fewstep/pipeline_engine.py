@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from fewstep.config import Recipe
 from fewstep.errors import TrainingError, UserError
 from fewstep.methods.method import Rollout, SamplerSpec
-from fewstep.models.model import Model
+from fewstep.models.model import Condition, Model
 from fewstep.parallel.compute import compute_in
 from fewstep.parallel.offload import Offload
 from fewstep.roles.role import CPU, STUDENT
@@ -86,27 +86,29 @@ class PipelineEngine:
                 f"{rollout.transition!r} are asked for"
             )
         noise = rollout.noise.to(network.device, network.dtype)
-        labels = rollout.condition["class_labels"].to(network.device)
+        condition = {key: value.to(network.device) for key, value in rollout.condition.items()}
         first, *others = rollout.sigmas
         if own == "euler":
-            x0 = self._walk(noise[:, 0], rollout.sigmas, labels)
+            x0 = self._walk(noise[:, 0], rollout.sigmas, condition)
         else:
             # In a step to another sigma than zero the scheduler would draw noise of its own.
-            x0 = self._walk(noise[:, 0], (first,), labels)
+            x0 = self._walk(noise[:, 0], (first,), condition)
             for step, sigma in enumerate(others, start=1):
                 scheduler.set_timesteps(sigmas=[sigma], device=noise.device)
                 x = scheduler.scale_noise(x0, scheduler.timesteps, noise[:, step])
-                x0 = self._walk(x, (sigma,), labels)
+                x0 = self._walk(x, (sigma,), condition)
         return x0.to(rollout.noise.dtype)
 
-    def _walk(self, x: Tensor, sigmas: Sequence[float], labels: Tensor) -> Tensor:
+    def _walk(self, x: Tensor, sigmas: Sequence[float], condition: Condition) -> Tensor:
         """From x [B, ...] at the first sigma by way of the others to zero: [B, ...]."""
+        from fewstep.pipeline import call_network
+
         scheduler, network = self.pipeline.scheduler, self.pipeline.transformer
         # What is drawn for the step to zero is multiplied by it.
         unused = torch.Generator(x.device).manual_seed(0)
         scheduler.set_timesteps(sigmas=list(sigmas), device=x.device)
         for t in scheduler.timesteps:
-            v = network(x, t.expand(len(x)), labels).sample.to(x.dtype)
+            v = call_network(network, x, t, condition).to(x.dtype)
             x = scheduler.step(v, t, x, generator=unused).prev_sample
         return x
 

@@ -18,7 +18,7 @@ from fewstep.grouping import DRIVER, ROLLOUT, Groups, group_of, scoring_group
 from fewstep.methods.method import Method
 from fewstep.models.module import ModuleModel
 from fewstep.placement import groups_of, place, placement_table, rollout_workers
-from fewstep.roles.role import STUDENT
+from fewstep.roles.role import DISCRIMINATOR, STUDENT
 from fewstep.training.cycle import plan_cycle
 from fewstep.training.phase import PhaseRequest
 
@@ -78,7 +78,8 @@ def plan_recipe(recipe: Recipe) -> RenderableType:
     if warmup:
         names = " -> ".join(_short([step.name for step in _training(crew, warmup)]))
         which = f"Cycles 1 to {warmup} train" if warmup > 1 else "Cycle 1 trains"
-        parts.append(f"{which} the fake score only: {names}.")
+        spared = " and ".join(role.replace("_", " ") for role in crew.method.followers)
+        parts.append(f"{which} the {spared} only: {names}.")
     return Group(*parts, *_notes(crew))
 
 
@@ -203,9 +204,10 @@ def _rollouts(crew: _Crew, cycle: int) -> list[Step]:
 
 def _phase(crew: _Crew, phase: PhaseRequest, phases: Sequence[PhaseRequest]) -> Step:
     """A phase, and what it takes from others of the cycle."""
-    scoring, first = crew.scoring(phase.role), phases[0]
+    scoring, sharing = crew.scoring(phase.role), [p for p in phases if p.rollout == phase.rollout]
+    first = sharing[0]
     learns, takes, gives = phase.role != STUDENT, "its own samples", ""
-    if crew.method.needs_data:
+    if crew.method.needs_data and not crew.method.followers:
         takes = "data"
     elif scoring is not None:
         takes = f"{crew.tensors(phase.role)} from {scoring}"
@@ -214,8 +216,10 @@ def _phase(crew: _Crew, phase: PhaseRequest, phases: Sequence[PhaseRequest]) -> 
         takes = f"{older}{crew.tensors(phase.role)} from {ROLLOUT}"
     elif learns and first.hands_over and phase is not first:
         takes = f"{crew.tensors(phase.role)} from {first.name}"
+    if phase.role == DISCRIMINATOR:
+        takes = f"data, {takes}"
     if phase.hands_over and not crew.workers:
-        users = _short([other.name for other in phases[1:] if other.role != STUDENT])
+        users = _short([other.name for other in sharing[1:] if other.role != STUDENT])
         gives = f"x0 for {', '.join(users)}" if users else ""
     return Step(phase.name, crew.home(phase.role), phase.role, takes, gives)
 

@@ -9,9 +9,9 @@ from typing import final
 
 from fewstep.data.conditions import Conditions, conditions_in_turn, tensor_conditions
 from fewstep.data.items import Items
-from fewstep.data.settings import BuiltInData, DataSettings
+from fewstep.data.settings import DATA, BuiltInData, DataSettings
 from fewstep.errors import UserError
-from fewstep.export import DESCRIPTION, ExportDescription
+from fewstep.export import DESCRIPTION, read_description
 from fewstep.methods.method import SamplerSpec
 from fewstep.roles.role import STUDENT, Roles
 from fewstep.roles.storage import Independent
@@ -112,11 +112,7 @@ def run_source(run: Run, role: str | None = None, name: str | None = None) -> So
 
 def open_export(directory: Path) -> Source:
     """Open an export; raises UserError where its files are damaged."""
-    file = directory / DESCRIPTION
-    try:
-        description = ExportDescription.model_validate_json(file.read_text())
-    except (OSError, ValueError) as error:
-        raise UserError(f"{file} cannot be read: {error}") from error
+    description = read_description(directory)
     model = description.model.build()
     network = model.load_network(directory / "transformer").float()
     spec = SamplerSpec(description.sigmas, description.solver)
@@ -127,7 +123,7 @@ def open_export(directory: Path) -> Source:
             raise UserError(f"--steps {steps}: this export samples in {spec.steps}")
         return spec
 
-    # Data that were encoded stay with the run.
-    known = description.data in ("digits", "custom")
-    data = BuiltInData.model_validate({"name": description.data if known else "none"})
+    # Encoded prompts and images do not travel with an export.
+    built_in = DATA.get(description.data) is BuiltInData
+    data = BuiltInData.model_validate({"name": description.data if built_in else "none"})
     return Source(directory.name, directory, roles, STUDENT, sampler, True, data)

@@ -55,7 +55,8 @@ def command(run_dir: Path, *arguments: str) -> None:
 
 def test_training_leaves_a_whole_run_directory(project: Path) -> None:
     names = {path.name for path in (project / "student").iterdir()}
-    assert names == {"recipe.yaml", "metrics.jsonl", "tensorboard", "checkpoints"}
+    assert names == {"recipe.yaml", "metrics.jsonl", "tensorboard", "checkpoints", "validation"}
+    assert [path.name for path in (project / "student" / "validation").iterdir()]
     lines = (project / "student" / "metrics.jsonl").read_text().splitlines()
     series = {json.loads(line)["series"] for line in lines}
     assert {"student", "fake_score", "validation", "reference", "run"} <= series

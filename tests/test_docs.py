@@ -29,13 +29,14 @@ ROOT = Path(__file__).parents[1]
 PAGES = [
     *(ROOT / name for name in ("README.md", "CONTRIBUTING.md", "CHANGELOG.md")),
     *sorted((ROOT / "docs").glob("*.md")),
+    *sorted((ROOT / "docs" / "models").glob("*.md")),
 ]
 FENCE = re.compile(r"^(`{3,})([^\n]*)\n(.*?)^\1$", re.MULTILINE | re.DOTALL)
 COMMANDS: Any = typer.main.get_command(app)
 KEYS = {*all_keys(Recipe), "data.sha256"}  # the latter: of the training data, in a fingerprint
 OF_NAMES = ("placement.groups",)  # below it are names that a recipe chooses
 SECTIONS = tuple(Recipe.model_fields)
-OTHER_PROGRAMS = ("source", "tensorboard")
+OTHER_PROGRAMS = ("source", "tensorboard", "hf")
 FILE_ENDINGS = (".py", ".md", ".yaml", ".json", ".png", ".html", ".safetensors")
 
 
@@ -225,7 +226,9 @@ def test_families_and_commands_are_named() -> None:
 def test_the_reference_of_recipes_has_every_key() -> None:
     generate = load_generator()
     listed = set(re.findall(r"^\| `([\w.]+)`", generate.recipe_reference(), re.MULTILINE))
-    repeated = {f"{section}." for section in ("method.fake_sigmas", "optimizers.fake_score")}
+    again = ("method.fake_sigmas", "method.adversarial.sigmas")
+    again += ("optimizers.fake_score", "optimizers.discriminator")
+    repeated = {f"{section}." for section in again}
     missing = {key for key in all_keys(Recipe) if not key.startswith(tuple(repeated))} - listed
     assert missing == set()
     for section in repeated:

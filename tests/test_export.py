@@ -19,7 +19,9 @@ from peft import LoraConfig
 import fewstep
 from fewstep.data.conditions import label_conditions
 from fewstep.errors import UserError
-from fewstep.export import export_lora, export_run, largest_difference
+from fewstep.export import export_run
+from fewstep.export_check import by_diffusers, compared, conditions_to_check, sampled
+from fewstep.export_lora import export_lora
 from fewstep.methods.method import SamplerSpec
 from fewstep.roles.storage import SharedBase
 from fewstep.source import open_source
@@ -143,8 +145,10 @@ def test_a_wrong_grid_is_noticed_by_the_check(runs: dict, tmp_path: Path) -> Non
     run = runs["independent", "renoise"]
     directory = export_run(run, tmp_path / "export")
     right, wrong = run.method.sampler(), SamplerSpec((1.0, 0.7, 0.4), "renoise")
-    assert largest_difference(run.roles, "student_ema", right, directory) < 1e-4
-    assert largest_difference(run.roles, "student_ema", wrong, directory) > 1e-3
+    condition = conditions_to_check(run)
+    theirs = by_diffusers(run.roles, directory, condition)
+    assert compared(sampled(run.roles, "student_ema", right, condition), theirs) < 1e-4
+    assert compared(sampled(run.roles, "student_ema", wrong, condition), theirs) > 1e-3
 
 
 def test_an_ema_that_never_moved_is_refused(tmp_path: Path) -> None:

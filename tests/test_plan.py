@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import subprocess
 import sys
 from collections.abc import Callable
@@ -11,6 +12,7 @@ from typing import Any
 import pytest
 
 from fewstep.config import Recipe
+from fewstep.errors import UserError
 from fewstep.methods.dmd2 import DMD2
 from fewstep.plan import Step, cycle_steps
 from fewstep.training.cycle import plan_cycle
@@ -107,6 +109,38 @@ def test_two_groups_that_share_samples_have_them_made_once(steps: Steps) -> None
     assert {step.takes for step in found[1:4]} == {"x0 from rollout"}
     # Nobody hands over samples that the rollout workers have made.
     assert [step.gives for step in found[1:3]] == ["", ""]
+
+
+ADVERSARIAL = {
+    "method.adversarial": {},
+    "optimizers.discriminator": {"lr": 0.01},
+    "data.name": "custom",
+}
+
+
+def test_the_discriminator_follows_the_fake_score_and_sees_data_too(steps: Steps) -> None:
+    assert steps(ADVERSARIAL)[:3] == [
+        Step("student", "trainer", "student", "its own samples"),
+        Step("fake_score/0", "trainer", "fake_score", "its own samples", "x0 for discriminator/0"),
+        Step("discriminator/0", "trainer", "discriminator", "data, x0 from fake_score/0"),
+    ]
+    groups = {**SPLIT, "critic": [*SPLIT["critic"], "discriminator"]}
+    found = steps({**ADVERSARIAL, **TWO, "placement.groups": groups})
+    assert found[0].gives == "x0 for fake_score/0, discriminator/0"
+    judged = next(step for step in found if step.name == "discriminator/0")
+    assert judged == Step("discriminator/0", "critic", "discriminator", "data, x0 from rollout")
+    given = "direction, nonfinite_entries, adversarial_gradient, adversarial_loss"
+    assert found[-2].takes == f"{given} from critic"
+
+
+def test_the_discriminator_lives_with_the_scores(make_recipe: Callable[..., Recipe]) -> None:
+    groups = {**SPLIT, "actor": [*SPLIT["actor"], "discriminator"]}
+    with pytest.raises(UserError, match="they score the samples together, so put them into one"):
+        make_recipe("dmd2", {**ADVERSARIAL, **TWO, "placement.groups": groups})
+    groups = {**SPLIT, "critic": [*SPLIT["critic"], "discriminator"]}
+    wrong = {**ADVERSARIAL, **TWO, "placement.groups": groups, "cycle.order": "student_first"}
+    with pytest.raises(UserError, match=r"set cycle\.order=fake_score_first$"):
+        make_recipe("dmd2", wrong)
 
 
 def test_rollout_workers_of_one_group_feed_the_fake_score_only(steps: Steps) -> None:
@@ -362,3 +396,52 @@ def test_planning_starts_no_ray_and_reads_no_weights(tmp_path: Path) -> None:
     command = [sys.executable, "-c", script, recipe, *OVERRIDES, "model.weights=not/there"]
     done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr
+
+
+def test_the_memory_of_one_two_and_eight_is_shown(fewstep: RunPlan) -> None:
+    code, out, _ = fewstep("plan", ROOT / "recipes/mixture/dmd2.yaml")
+    assert code == 0
+    header = next(line for line in out.splitlines() if line.startswith("what"))
+    assert header.split() == ["what", "1", "GPU", "2", "GPUs,", "fsdp2", "8", "GPUs,", "fsdp2"]
+    assert "Fits" not in out
+
+
+def test_weights_that_are_not_there_leave_the_memory_unknown(plan: RunPlan) -> None:
+    code, out, _ = plan("model.weights=not/there")
+    assert code == 0
+    assert "Memory: not known: not/there is not here" in " ".join(out.split())
+    code, _, err = plan("model.weights=not/there", "--gpus", "1x80GB")
+    assert code == 2
+    assert "(model.network)" in err
+
+
+def test_a_recipe_that_fits_is_told_what_is_left(fewstep: RunPlan) -> None:
+    code, out, _ = fewstep("plan", ROOT / "recipes/mixture/dmd2.yaml", "--gpus", "2x24GiB")
+    assert code == 0
+    assert re.search(r"Fits on 2 x 25\.77 GB, with 24\.\d\d GB left\.", out)
+
+
+def test_a_recipe_that_does_not_fit_ends_with_an_error(fewstep: RunPlan) -> None:
+    network = "model.network={sample_size: 32, num_layers: 4, num_attention_heads: 8}"
+    changes = ["model.weights=null", network, "--gpus", "1x1200MB"]
+    code, out, err = fewstep("plan", ROOT / "recipes/digits/student.yaml", *changes)
+    assert code == 2
+    assert "Does not fit on 1 x 1.20 GB: needs" in out
+    assert "train.micro_batch_size=1: " in out
+    assert "--gpus: the recipe does not fit on 1 x 1.20 GB: needs" in err
+    assert "Traceback" not in err
+
+
+@pytest.mark.parametrize("gpus", ["80GB", "1x80gb", "0x80GB"])
+def test_devices_that_cannot_be_read_are_refused(plan: RunPlan, gpus) -> None:
+    code, out, err = plan("--gpus", gpus)
+    assert code == 2
+    assert out == ""
+    assert f"--gpus: {gpus!r} is given; it should be like 1x80GB" in err
+
+
+def test_more_devices_than_samples_are_refused(fewstep: RunPlan) -> None:
+    recipe = ROOT / "recipes/mixture/dmd2.yaml"
+    code, _, err = fewstep("plan", recipe, "train.batch_size=4", "--gpus", "8x80GB")
+    assert code == 2
+    assert "--gpus: 8 are given, but train.batch_size is 4" in err

@@ -5,13 +5,15 @@ from __future__ import annotations
 import hashlib
 from dataclasses import dataclass
 from functools import cached_property
-from typing import final
+from typing import Literal, final
 
 import torch
 from torch import Tensor
 
 from fewstep.data.digits import load_digits
 from fewstep.data.items import Items
+
+Split = Literal["train", "validation"]
 
 
 @final

@@ -13,8 +13,9 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import load_file
 from torch import Tensor
 
+from fewstep.data.dataset import Split
 from fewstep.data.items import Items
-from fewstep.data.manifest import MANIFEST, UNCONDITIONAL, Split, check_file, read_document
+from fewstep.data.manifest import MANIFEST, UNCONDITIONAL, check_file, read_document
 from fewstep.errors import UserError
 
 CONDITION, ROWS, SAMPLES = "condition/", "prompt", "x0"

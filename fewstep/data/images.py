@@ -10,7 +10,7 @@ from typing import Any
 
 import numpy as np
 import torch
-from PIL import Image, ImageOps
+from PIL import Image, ImageOps, UnidentifiedImageError
 from torch import Tensor
 
 from fewstep.data.shards import IMAGE_ENDINGS, read_shard
@@ -122,6 +122,8 @@ def decode_image(content: bytes, height: int, width: int, background: Color, mod
         with Image.open(io.BytesIO(content)) as opened:
             picture = ImageOps.exif_transpose(opened)
             picture = flatten(picture, background).convert(mode)
+    except UnidentifiedImageError as error:
+        raise ValueError("the image cannot be read: it is of no kind that Pillow knows") from error
     # Pillow's decoders raise whatever goes wrong in them.
     except Exception as error:
         raise ValueError(f"the image cannot be read: {error}") from error

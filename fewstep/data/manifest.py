@@ -5,12 +5,11 @@ from __future__ import annotations
 import json
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any, Literal, TypedDict
+from typing import Any, TypedDict
 
+from fewstep.data.dataset import Split
 from fewstep.errors import UserError
 from fewstep.files import digest, saving, sync_directory, write_file
-
-Split = Literal["train", "validation"]
 
 MANIFEST, UNFINISHED, UNCONDITIONAL = "manifest.json", "unfinished.json", "none.safetensors"
 VERSION = 1

@@ -8,10 +8,10 @@ from typing import Annotated, Any, Literal, final
 
 from pydantic import Field, model_validator
 
-from fewstep.data.dataset import Dataset, load_dataset
+from fewstep.data.dataset import Dataset, Split, load_dataset
 from fewstep.data.encoded import EncodedItems, read_manifest
 from fewstep.data.images import read_images
-from fewstep.data.manifest import Split, differences
+from fewstep.data.manifest import differences
 from fewstep.data.prompts import read_prompts
 from fewstep.data.sources import Record, changed, expand, local
 from fewstep.errors import UserError
@@ -137,9 +137,9 @@ class TextToImageData(Settings, ABC):
         except UserError:
             present = set()  # some are gone
         found += [f"  {name}: is new" for name in sorted(local(present).keys() - known.keys())]
-        by = plan["encoding"]
-        found += differences({"model": by["settings"]}, {"model": dict(encoding.settings)})
-        found += [f"  model: {n} has changed" for n in changed(encoding.files, by["files"])]
+        found += differences({"model": plan["model"]}, {"model": encoding.settings})
+        files = changed(encoding.files, plan["encoders"])
+        found += [f"  encoders.{name}: its content has changed" for name in files]
         if found:
             raise stale(self.directory, found)
 

@@ -9,7 +9,8 @@ from pathlib import Path
 import torch
 
 from fewstep.config import Recipe
-from fewstep.data.encode import Encoded, OnProgress, encode_data
+from fewstep.data.directory import Encoded
+from fewstep.data.encode import OnProgress, encode_data
 from fewstep.data.settings import TextToImageData
 from fewstep.errors import UserError
 from fewstep.files import saving

@@ -36,6 +36,7 @@ from fewstep.launch.hooks import (
     run_fingerprint,
 )
 from fewstep.launch.lock import RunLock
+from fewstep.memory_tables import check_memory
 from fewstep.methods.dmd2 import sample_statistics
 from fewstep.methods.method import SamplerSpec
 from fewstep.models.model import Model
@@ -146,7 +147,10 @@ def train_in_process(
     model = model or recipe.model.build()
     recipe.method.build().check(model)
     check_ranks(recipe, ranks)
-    dataset = load_data(recipe, model, data, ranks)
+    check_memory(recipe, model, ranks)
+    if data is None and ranks.first:
+        recipe.data.check(model.encoding())
+    dataset = load_data(recipe, data)
     with reporting("model: the network cannot be built"):
         teacher = None if resume else load_weights(recipe, model, ranks)
         worker = build_worker(recipe, model, dataset, teacher, ranks)
@@ -216,17 +220,13 @@ def agreed_signal(ranks: Ranks, own: signal.Signals | None) -> signal.Signals | 
     return signal.Signals(number) if number else None
 
 
-def load_data(
-    recipe: Recipe, model: Model, given: Items | None, ranks: Ranks = SINGLE
-) -> Items | None:
+def load_data(recipe: Recipe, given: Items | None) -> Items | None:
     """The data set of a run, `given` by the caller or loaded as the recipe says.
 
     Raises:
-        UserError: where one is needed and there is none, or it is not what it was made from.
+        UserError: where one is needed and there is none.
     """
-    if given is None and ranks.first:
-        recipe.data.check(model.encoding())
-    dataset: Items | None = given if given is not None else recipe.data.load()
+    dataset = given if given is not None else recipe.data.load()
     if dataset is None and (recipe.data.name == "custom" or recipe.validation is not None):
         raise UserError("data: the recipe needs a data set; pass it as train(recipe, data=...)")
     return dataset

@@ -16,7 +16,8 @@ from pydantic import Field
 from torch import Tensor, nn
 
 from fewstep.data.batches import Batch
-from fewstep.diffusion.adversarial import (
+from fewstep.diffusion.draw import Draw
+from fewstep.diffusion.gan import (
     accuracy,
     approximate_r1,
     classifier_loss,
@@ -24,7 +25,6 @@ from fewstep.diffusion.adversarial import (
     generator_loss,
     linear_surrogate,
 )
-from fewstep.diffusion.draw import Draw
 from fewstep.methods.method import PhaseLoss
 from fewstep.methods.options import SigmaSampling
 from fewstep.models.block_features import feature_widths

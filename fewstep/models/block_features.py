@@ -121,11 +121,12 @@ def feature_widths(model: Model, network: nn.Module, names: Sequence[str] | None
     trial = pretrained(network).network.to("meta")
     x = torch.zeros(2, *model.sample_shape, device="meta")
     condition = {key: value.to("meta") for key, value in model.example_condition(2).items()}
-    with captured(select_blocks(model, trial, names)) as found, torch.no_grad():
+    blocks = select_blocks(model, trial, names)
+    with captured(blocks) as found, torch.no_grad():
         _call_without_numbers(
             lambda: model.forward(trial, x, torch.zeros(2, device="meta"), condition)
         )
-    return [int(model.block_features(output).shape[-1]) for output in found.values()]
+    return [int(model.block_features(found[name]).shape[-1]) for name in blocks]
 
 
 def _call_without_numbers(call: Callable[[], object]) -> None:

@@ -20,6 +20,12 @@ T5 = ("text_encoder_3", "tokenizer_3")
 AT_ONCE = 4
 
 
+def encoder_files(pipeline: Path, prompts: bool) -> dict[str, Path]:
+    """The folders of a pipeline that encode images and, if asked for, prompts, by name."""
+    names = ["vae", *(name for pair in (*CLIP, T5) for name in pair if prompts)]
+    return {name: pipeline / name for name in names if (pipeline / name).is_dir()}
+
+
 @final
 class SD3PromptEncoder(PromptEncoder):
     """What `StableDiffusion3Pipeline.encode_prompt` gives (arXiv 2403.03206, figure 2).

@@ -2,7 +2,13 @@
 
 from __future__ import annotations
 
+import json
+import os
 import pickle
+import signal
+import subprocess
+import sys
+import time
 from pathlib import Path
 
 import pytest
@@ -11,7 +17,10 @@ from double import DoubleAutoencoder, DoubleEncoder, DoubleModel
 from PIL import Image
 
 import fewstep
-from fewstep.config import Recipe
+from fewstep.config import Recipe, dump_recipe
+from fewstep.data.encoded import EncodedItems
+from fewstep.errors import UserError
+from fewstep.launch.processes import launch
 
 pytestmark = pytest.mark.usefixtures("no_sync")
 DOUBLE = Path(__file__).with_name("double.py")
@@ -83,3 +92,325 @@ def test_only_the_place_travels_to_another_process(data_recipe, images) -> None:
     again = pickle.loads(sent)
     assert torch.equal(again.x0(torch.arange(5)), items.x0(torch.arange(5)))
     assert again.sha256 == items.sha256
+
+
+def test_equal_prompts_are_encoded_once_a_shard(data_recipe, prompts) -> None:
+    model = DoubleModel()
+    recipe = data_recipe("prompts", prompts, shard_items=4)
+    fewstep.encode(recipe, model=model)
+    assert model.encoder.seen == ["", *PROMPTS[:2], PROMPTS[3], PROMPTS[4]]
+    shard = EncodedItems(recipe.data.directory)._tensors(0)
+    assert (len(shard["condition/text"]), shard["prompt"].tolist()) == (3, [0, 1, 0, 2])
+
+
+@pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
+def test_conditions_are_stored_in_the_dtype_that_is_asked_for(data_recipe, images, dtype) -> None:
+    recipe = data_recipe("images", images, dtype=dtype)
+    fewstep.encode(recipe, model=DoubleModel())
+    items = recipe.data.load()
+    condition = items.condition(torch.arange(5))
+    assert condition["text"].dtype == items.unconditional["text"].dtype == getattr(torch, dtype)
+    assert condition["words"].dtype == torch.int64
+    assert items.x0(torch.arange(5)).dtype == torch.float32
+
+
+def test_the_manifest_says_what_is_there(data_recipe, images) -> None:
+    recipe = data_recipe("images", images, validation_items=1)
+    fewstep.encode(recipe, model=DoubleModel(salt="x"))
+    manifest = json.loads((recipe.data.directory / "manifest.json").read_text())
+    assert manifest["items"] == {"train": 4, "validation": 1}
+    assert manifest["condition"] == {
+        "text": {"shape": [3, 4], "dtype": "F32"},
+        "words": {"shape": [], "dtype": "I64"},
+    }
+    assert manifest["x0"] == {"shape": [4, 4, 4], "dtype": "F32"}
+    assert manifest["plan"]["encoder"] == {"class": "DoubleEncoder", "salt": "x"}
+    assert manifest["plan"]["autoencoder"] == {"class": "DoubleAutoencoder"}
+    assert manifest["plan"]["computed"]["picture"] == [8, 8, "RGB"]
+    assert {*manifest["files"], "manifest.json"} == set(content(recipe))
+
+
+def test_held_out_items_are_the_last_or_files_of_their_own(data_recipe, prompts, tmp_path) -> None:
+    recipe = data_recipe("prompts", prompts, validation_items=2)
+    fewstep.encode(recipe, model=DoubleModel())
+    assert list(recipe.data.load().prompts) == list(PROMPTS[:3])
+    assert list(recipe.data.load("validation").prompts) == list(PROMPTS[3:])
+    other = tmp_path / "other.txt"
+    other.write_text("held out\n")
+    changed = {"encoded": str(tmp_path / "b"), "validation": [str(other)]}
+    recipe = data_recipe("prompts", prompts, **changed)
+    fewstep.encode(recipe, model=DoubleModel())
+    assert len(recipe.data.load()) == 5
+    assert list(recipe.data.load(split="validation").prompts) == ["held out"]
+    recipe = data_recipe("prompts", prompts, encoded=str(tmp_path / "c"))
+    fewstep.encode(recipe, model=DoubleModel())
+    assert recipe.data.load("validation") is None
+
+
+def test_the_data_set_is_known_by_what_training_sees_of_it(data_recipe, prompts, tmp_path) -> None:
+    def sha(name: str, salt: str = "", **others: object) -> str:
+        recipe = data_recipe("prompts", prompts, encoded=str(tmp_path / name), **others)
+        fewstep.encode(recipe, model=DoubleModel(salt))
+        return recipe.data.load().sha256
+
+    first = sha("a")
+    assert first == sha("b")
+    assert len({first, sha("c", salt="x"), sha("d", validation_items=1)}) == 3
+
+
+def start(recipe: Recipe, tmp_path: Path, seconds: str = "0") -> subprocess.Popen[str]:
+    """Encode in a process of its own."""
+    file = tmp_path / "recipe.yaml"
+    file.write_text(dump_recipe(recipe))
+    return subprocess.Popen(
+        [sys.executable, str(DOUBLE), str(file)],
+        env={**os.environ, "ENCODE_SECONDS": seconds},
+        stderr=subprocess.PIPE,
+        text=True,
+    )
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(300)
+def test_an_encoding_that_is_killed_goes_on_with_the_same_bytes(
+    data_recipe, images, tmp_path
+) -> None:
+    whole = data_recipe("images", images, encoded=str(tmp_path / "whole"))
+    fewstep.encode(whole, model=DoubleModel())
+    recipe = data_recipe("images", images, encoded=str(tmp_path / "killed"))
+    process = start(recipe, tmp_path, "0.7")
+    first = recipe.data.directory / "train-00000.json"
+    while not first.exists():
+        assert process.poll() is None, process.communicate()
+        time.sleep(0.02)
+    with pytest.raises(UserError, match=r"encoded: .*killed is in use: process \d+ writes there"):
+        fewstep.encode(recipe, model=DoubleModel())
+    process.send_signal(signal.SIGKILL)
+    process.communicate()
+    with pytest.raises(UserError, match="holds no complete encoded data; make it with `fewstep en"):
+        recipe.data.load()
+    kept = (recipe.data.directory / "train-00000.safetensors").stat().st_mtime_ns
+    (recipe.data.directory / ".train-00001.safetensors.tmp").write_bytes(b"half of it")
+    encoded = fewstep.encode(recipe, model=DoubleModel())
+    assert 1 <= encoded.made <= 2
+    assert (recipe.data.directory / "train-00000.safetensors").stat().st_mtime_ns == kept
+    assert content(recipe).keys() == content(whole).keys()
+    assert content(recipe) == content(whole)
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(300)
+def test_two_ranks_write_what_one_process_writes(data_recipe, images, tmp_path) -> None:
+    (images / "2.png").write_bytes(b"no image")
+    whole = data_recipe("images", images, encoded=str(tmp_path / "whole"), validation_items=1)
+    fewstep.encode(whole, model=DoubleModel())
+    recipe = data_recipe("images", images, encoded=str(tmp_path / "ranks"), validation_items=1)
+    file = tmp_path / "recipe.yaml"
+    file.write_text(dump_recipe(recipe))
+    assert launch([str(DOUBLE), str(file)], 2, 5).code == 0
+    assert content(recipe) == content(whole)
+
+
+def test_what_is_complete_is_said_to_be_so_and_checked(data_recipe, prompts) -> None:
+    recipe = data_recipe("prompts", prompts)
+    fewstep.encode(recipe, model=DoubleModel())
+    before = content(recipe)
+    model = DoubleModel()
+    assert fewstep.encode(recipe, model=model).made == 0
+    assert model.encoder.seen == []
+    damaged = recipe.data.directory / "train-00001.safetensors"
+    whole = damaged.read_bytes()
+    damaged.write_bytes(whole[:-1] + bytes([whole[-1] ^ 1]))
+    (recipe.data.directory / "train-00002.safetensors").unlink()
+    assert fewstep.encode(recipe, model=model).made == 2
+    assert content(recipe) == before
+
+
+@pytest.mark.parametrize("name", ["train-00001.safetensors", "none.safetensors"])
+def test_missing_and_damaged_files_are_named(data_recipe, prompts, name: str) -> None:
+    recipe = data_recipe("prompts", prompts)
+    fewstep.encode(recipe, model=DoubleModel())
+    file = recipe.data.directory / name
+    whole = file.read_bytes()
+    file.write_bytes(b"?" * len(whole))
+    with pytest.raises(UserError, match=rf"{name} is damaged and cannot be read"):
+        recipe.data.load().condition(torch.arange(5))
+    file.write_bytes(whole[:-1])
+    with pytest.raises(UserError, match=rf"{name} has \d+ bytes instead of \d+; make it again"):
+        recipe.data.load()
+    file.unlink()
+    with pytest.raises(UserError, match=rf"{name} is missing; make it again with `fewstep encode`"):
+        recipe.data.load()
+    (recipe.data.directory / "manifest.json").write_text("{")
+    with pytest.raises(UserError, match=r"manifest.json is damaged .*--overwrite"):
+        recipe.data.load()
+
+
+def test_what_cannot_be_used_is_skipped_and_listed(data_recipe, images) -> None:
+    (images / "1.png").write_bytes((images / "1.png").read_bytes()[:50])
+    (images / "2.txt").write_text(" ")
+    (images / "3.txt").unlink()
+    recipe = data_recipe("images", images)
+    encoded = fewstep.encode(recipe, model=DoubleModel())
+    assert encoded.items == {"train": 2}
+    assert [Path(where).name for where, _ in encoded.skipped] == ["1.png", "2.png", "3.png"]
+    problems = [problem for _, problem in encoded.skipped]
+    assert problems[0].startswith("the image cannot be read")
+    assert problems[1:] == ["the prompt is empty", "there is no 3.txt"]
+    manifest = json.loads((recipe.data.directory / "manifest.json").read_text())
+    assert manifest["skipped"] == encoded.skipped
+    assert list(recipe.data.load().prompts) == ["image 0", "image 4"]
+    strict = data_recipe("images", images, on_bad="error")
+    with pytest.raises(UserError, match=r"1.png: the image cannot be read.*and 2 more; put it rig"):
+        strict.data.load()
+
+
+def test_what_cannot_be_used_is_refused_on_request(data_recipe, prompts, tmp_path) -> None:
+    prompts.write_text("one\ntwo\nthree\n\nfive\n")
+    recipe = data_recipe("prompts", prompts, on_bad="error")
+    with pytest.raises(UserError, match=r"prompts.txt:4: the prompt is empty; put it right, or"):
+        fewstep.encode(recipe, model=DoubleModel())
+    prompts.write_text("\n\n")
+    recipe = data_recipe("prompts", prompts, encoded=str(tmp_path / "b"))
+    with pytest.raises(UserError, match=r"data: no train item can be used, 2 were skipped"):
+        fewstep.encode(recipe, model=DoubleModel())
+
+
+CHANGES = {
+    "text": "prompts.txt: its content has changed",
+    "glob": "p2.txt: is new",
+    "column": "data.column: was None, is 'caption'",
+    "dtype": "data.dtype: was 'float32', is 'bfloat16'",
+    "validation_items": "data.validation_items: was 0, is 1",
+    "encoder": "model.salt: was '', is 'x'",
+    "weights": "encoders.weights: its content has changed",
+}
+
+
+@pytest.mark.parametrize("what", CHANGES)
+def test_a_change_is_noticed_by_encode_and_by_train(
+    data_recipe, prompts, tmp_path, what: str
+) -> None:
+    weights = tmp_path / "weights.bin"
+    weights.write_bytes(b"first")
+    files, salt, others = [prompts, tmp_path / "p[0-9].txt"], "", {}
+    (tmp_path / "p1.txt").write_text("a")
+    recipe = data_recipe("prompts", *files)
+    fewstep.encode(recipe, model=DoubleModel(weights=weights))
+    if what == "text":
+        prompts.write_text("\n".join(PROMPTS).replace("five", "FIVE") + "\n")
+    elif what == "glob":
+        (tmp_path / "p2.txt").write_text("b")
+    elif what == "encoder":
+        salt = "x"
+    elif what == "weights":
+        weights.write_bytes(b"other")
+    else:
+        others = {what: {"column": "caption", "dtype": "bfloat16", "validation_items": 1}[what]}
+    recipe = data_recipe("prompts", *files, method="dmd2", **others)
+    model = DoubleModel(salt, weights=weights)
+    with pytest.raises(UserError) as told:
+        fewstep.train(recipe, model=model)
+    assert CHANGES[what] in str(told.value)
+    assert "was made from something else" in str(told.value)
+    assert "`fewstep encode RECIPE --overwrite`" in str(told.value)
+    assert model.encoder.seen == []
+    if what == "column":
+        return  # a list of lines has none: encode says that first
+    before = content(recipe)
+    with pytest.raises(UserError, match="was made from something else"):
+        fewstep.encode(recipe, model=model)
+    assert content(recipe) == before
+    fewstep.encode(recipe, model=model, overwrite=True)
+    recipe.data.check(model.encoding())
+    assert recipe.data.load() is not None
+
+
+def test_what_was_only_touched_moved_or_removed_has_not_changed(
+    data_recipe, prompts, tmp_path
+) -> None:
+    weights = tmp_path / "weights.bin"
+    weights.write_bytes(b"first")
+    recipe, model = data_recipe("prompts", prompts), DoubleModel(weights=weights)
+    fewstep.encode(recipe, model=model)
+    os.utime(prompts, (1, 1))
+    os.utime(weights, (1, 1))
+    recipe.data.check(model.encoding())
+    assert fewstep.encode(recipe, model=model).made == 0
+    prompts.unlink()
+    weights.rename(tmp_path / "elsewhere.bin")
+    moved = DoubleModel(weights=tmp_path / "elsewhere.bin")
+    recipe.data.check(moved.encoding())
+
+
+def test_an_encoding_that_was_stopped_is_not_mixed_with_another(
+    data_recipe, prompts, tmp_path, monkeypatch
+) -> None:
+    recipe, model = data_recipe("prompts", prompts), DoubleModel()
+    calls = []
+
+    def stop_after_one(done: float, total: int) -> None:
+        calls.append((done, total))
+        if done > 2:
+            raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        fewstep.encode(recipe, model=model, on_progress=stop_after_one)
+    assert (calls[0], calls[-1][1]) == ((0, 5), 5)
+    with pytest.raises(UserError, match=r"model.salt: was '', is 'x'"):
+        fewstep.encode(recipe, model=DoubleModel("x"))
+    with pytest.raises(UserError, match=r"computed.shard_items: was 2, is 3"):
+        fewstep.encode(data_recipe("prompts", prompts, shard_items=3), model=model)
+    assert fewstep.encode(recipe, model=model).made == 2
+
+
+def test_a_directory_of_something_else_is_left_alone(data_recipe, prompts, tmp_path) -> None:
+    (tmp_path / "encoded").mkdir()
+    (tmp_path / "encoded" / "train-00000.safetensors").write_text("precious")
+    for overwrite in (False, True):
+        with pytest.raises(UserError, match=r"encoded holds something that is no encoded data"):
+            fewstep.encode(
+                data_recipe("prompts", prompts), model=DoubleModel(), overwrite=overwrite
+            )
+    assert (tmp_path / "encoded" / "train-00000.safetensors").read_text() == "precious"
+
+
+def test_encoders_that_do_not_fit_are_named(data_recipe, images) -> None:
+    recipe = data_recipe("images", images, image_size=12)
+    with pytest.raises(UserError, match=r"data.image_size: images of 12 x 12 pixels become samp"):
+        fewstep.encode(recipe, model=DoubleModel())
+    recipe = data_recipe("images", images, dtype="float16")
+    model = DoubleModel()
+    model.encoder.encode = lambda prompts: {"text": torch.full((len(prompts), 1), 1e6)}
+    with pytest.raises(UserError, match=r"data.dtype: 'text' of the prompt '' is not finite in fl"):
+        fewstep.encode(recipe, model=model, overwrite=True)
+
+
+def test_pixels_are_samples_where_there_is_no_autoencoder(data_recipe, images) -> None:
+    recipe = data_recipe("images", images)
+    fewstep.encode(recipe, model=DoubleModel(latent=False, sample_shape=(1, 6, 4)))
+    assert recipe.data.load().x0(torch.arange(2)).shape == (2, 1, 6, 4)
+
+
+def test_a_run_trains_on_images_with_captions(data_recipe, images) -> None:
+    recipe = data_recipe("images", images, method="flow_matching")
+    with pytest.raises(UserError, match=r"make it with `fewstep encode` and the same recipe"):
+        fewstep.train(recipe, model=DoubleModel())
+    fewstep.encode(recipe, model=DoubleModel())
+    run = fewstep.train(recipe, model=DoubleModel())
+    assert run.complete
+    assert run.roles["student"].successful == recipe.train.cycles
+    none = DoubleEncoder().encode([""])["text"][0]
+    assert torch.equal(run.roles.model.none["text"], none)
+
+
+def test_a_network_without_prompts_says_so(data_recipe, prompts, fewstep, tmp_path) -> None:
+    recipe = data_recipe("prompts", prompts)
+    values = recipe.model_dump(mode="json") | {"model": {"family": "mixture"}}
+    file = tmp_path / "recipe.yaml"
+    file.write_text(json.dumps(values))
+    code, _, err = fewstep("encode", file, "method.guidance=1.0")
+    assert (code, "takes no prompts" in err) == (2, True)
+    file.write_text(json.dumps(values | {"data": {"name": "none"}}))
+    code, _, err = fewstep("encode", file, "method.guidance=1.0")
+    assert (code, "data.name: 'none' needs no encoding" in err) == (2, True)

@@ -16,9 +16,11 @@ from torch import Tensor
 
 from fewstep.config import parse_recipe
 from fewstep.errors import UserError
+from fewstep.models.block_features import FeatureExtractor, feature_widths, select_blocks
 from fewstep.models.model import Denoiser
-from fewstep.models.sd3 import SD3, SD3Network, SD3Settings
+from fewstep.models.sd3 import SD3, SD3Settings
 from fewstep.models.sd3_files import schedule_shift
+from fewstep.models.sd3_network import SD3Network
 from fewstep.parallel.compute import recompute_in_backward
 from fewstep.roles.storage import SharedBase
 from fewstep.run import load_weights, resolve_recipe
@@ -390,3 +392,21 @@ def test_a_hub_out_of_reach_says_what_to_do(
         resolve_recipe(recipe(tmp_path, {"weights": "owner/name"}))
     with pytest.raises(UserError, match="is not a directory"):
         resolve_recipe(recipe(tmp_path, {"weights": str(tmp_path / "nowhere")}))
+
+
+def test_features_are_the_image_tokens_of_a_block(pipeline: Path) -> None:
+    model = adapter(pipeline)
+    network = model.load_network(pipeline)
+    x, sigma, condition = inputs(model)
+    names = ["transformer_blocks.1", "transformer_blocks.2"]
+    seen: list[Tensor] = []
+    last = network.transformer_blocks[-1]
+    hook = last.register_forward_hook(lambda module, args, output: seen.append(output[1]))
+    blocks = select_blocks(model, network, names)
+    with torch.no_grad():
+        denoiser = Denoiser(model, network, lambda: None)
+        found = FeatureExtractor(denoiser, blocks)(x, sigma, condition)
+    hook.remove()
+    assert feature_widths(model, network, names) == [16, 16]
+    assert [f.shape for f in found] == [(2, 16, 16)] * 2  # 16 tokens of an image of 8 by 8
+    assert torch.equal(found[1], seen[0])

@@ -15,7 +15,8 @@ from transformers import (
 )
 
 from fewstep.errors import UserError
-from fewstep.models.sd3 import SD3Network, SD3Settings
+from fewstep.models.sd3 import SD3Settings
+from fewstep.models.sd3_network import SD3Network
 from fewstep.models.text import TextEncoder, encoder_directory, mask_and_pool
 
 CPU = torch.device("cpu")

@@ -59,6 +59,21 @@ METHODS: dict[str, dict[str, Any]] = {
         "cycle": {"warmup_cycles": 1},
         "optimizers": {"student": OPTIMIZER, "fake_score": OPTIMIZER},
     },
+    "adversarial": {
+        "method": {
+            "name": "dmd2",
+            "steps": 2,
+            "fake_updates_per_student": 1,
+            "adversarial": {
+                "generator_weight": 0.5,
+                "classifier_weight": 1.0,
+                "r1": {"weight": 1.0, "std": 0.1},
+            },
+        },
+        "data": {"name": "custom"},
+        "cycle": {"warmup_cycles": 1},
+        "optimizers": dict.fromkeys(("student", "fake_score", "discriminator"), OPTIMIZER),
+    },
     "flow_matching": {
         "method": {"name": "flow_matching", "sampling": {"steps": 2}},
         "data": {"name": "custom"},
@@ -94,7 +109,7 @@ class Case:
     Attributes:
         name: of the case, and of its run directory.
         changes: dotted keys of the recipe.
-        method: "dmd2" or "flow_matching".
+        method: one of `METHODS`.
         stop_after: end the run after this cycle.
         resume: "" starts anew; "here" goes on with what is in the run directory; any other text
             is a run directory, of another launch perhaps, that is copied first.
@@ -129,6 +144,11 @@ def ten_images() -> Dataset:
     """Ten random images with labels, of the network's shape."""
     generator = torch.Generator().manual_seed(5)
     return Dataset(torch.randn(10, 1, 4, 4, generator=generator), torch.arange(10) % 3)
+
+
+def ten_points() -> Dataset:
+    """Ten random points, for `Odd`."""
+    return Dataset(torch.randn(10, 2, generator=torch.Generator().manual_seed(6)), None)
 
 
 class _Spoil(torch.autograd.Function):
@@ -202,7 +222,8 @@ def train(case: Case, directory: Path) -> dict[str, Tensor]:
         losses.extend(r.metrics["loss"] for r in results)
         stop.requested = cycle == case.stop_after
 
-    data = ten_images() if case.method == "flow_matching" or "validation" in case.changes else None
+    needed = case.method != "dmd2" or "validation" in case.changes
+    data = (ten_points() if case.odd else ten_images()) if needed else None
     recipe = make_recipe(directory / case.name, case.changes, case.method)
     resume = bool(case.resume)
     model = ModuleModel(Odd, (2,)) if case.odd else None

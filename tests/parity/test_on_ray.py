@@ -26,6 +26,7 @@ from fewstep.training.cycle import plan_cycle
 cloudpickle.register_pickle_by_value(cases)
 GROUPS = {"critic": ["fake_score", "teacher_score"], "actor": ["student", "student_ema"]}
 SPLIT = {"placement.groups": GROUPS}
+JUDGED = {**GROUPS, "critic": ["fake_score", "teacher_score", "discriminator"]}
 FAKE_FIRST = {"cycle.order": "fake_score_first"}
 SHARED = {"storage": "shared_base"}
 FOUR = {"train.cycles": 4}
@@ -66,6 +67,18 @@ CASES: dict[str, tuple[Case, dict[str, Any]]] = {
                 "method.fake_updates_per_student": 2,
             },
             {**SPLIT, "placement.offload": True, "rollout.workers": 1, "rollout.bucket_mib": 1},
+        ),
+        (
+            "adversarial",
+            "adversarial",
+            {
+                "model": {"family": "module"},
+                "optimizers": {**ODD["optimizers"], "discriminator": {"lr": 0.01}},
+                **FAKE_FIRST,
+                "parallel.kind": "fsdp2",
+                "train.micro_batch_size": 2,
+            },
+            {"placement.groups": JUDGED, "placement.offload": True, "rollout.workers": 1},
         ),
         (
             "reuse",

@@ -53,6 +53,7 @@ class Cluster:
 
     def __enter__(self) -> Cluster:
         try:
+            self._stack.enter_context(quiet_about_what_follows())
             self._connect()
             self._reserve()
         except BaseException:
@@ -212,6 +213,24 @@ def undisturbed() -> Iterator[None]:
         yield
     finally:
         signal.signal(signal.SIGINT, before)
+
+
+@contextlib.contextmanager
+def quiet_about_what_follows() -> Iterator[None]:
+    """Let Ray not print errors of calls that nobody has waited for.
+
+    Once a run has failed, calls that were sent before fail as well, and only the first is told.
+    """
+    key = "RAY_IGNORE_UNHANDLED_ERRORS"
+    before = os.environ.get(key)
+    os.environ[key] = "1"
+    try:
+        yield
+    finally:
+        if before is None:
+            os.environ.pop(key, None)
+        else:
+            os.environ[key] = before
 
 
 def terminate(*_: object) -> None:

@@ -70,7 +70,9 @@ def train_on_ray(
         recipe.method.build().check(adapter)
         check_engine(recipe, adapter)
         check_ranks(recipe, Ranks(0, recipe.launch.processes, CPU, grouped=True))
-        dataset = load_data(recipe, adapter, data)
+        if data is None:
+            recipe.data.check(adapter.encoding())
+        dataset = load_data(recipe, data)
         items = prompts_to_sample(recipe, adapter, data)
         judge = open_judge(recipe, adapter, dataset, items)
         checkpoint = latest_checkpoint(directory) if resuming else None

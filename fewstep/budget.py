@@ -1,0 +1,332 @@
+"""Whether a recipe fits into the memory there is, and what would make it fit."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any, final
+
+import torch
+
+from fewstep.activations import Kept, kept_by_forward
+from fewstep.config import Recipe, parse_recipe
+from fewstep.errors import UserError
+from fewstep.grouping import group_of
+from fewstep.memory import (
+    Devices,
+    Held,
+    RankMemory,
+    Spread,
+    held_tensors,
+    on_one_device,
+    rank_memory,
+    whole_bytes,
+)
+from fewstep.models.model import Model, empty_network
+from fewstep.parallel.ranks import Ranks
+from fewstep.placement import groups_of, rollout_workers
+from fewstep.roles.role import DISCRIMINATOR, STUDENT, mark_trained
+from fewstep.roles.storage import Storage
+from fewstep.run import build_storage, resolve_recipe, seeded
+from fewstep.training.reduction import micro_batches
+
+MORE_RANKS = (2, 4, 8, 16, 32, 64)
+CPU = torch.device("cpu")
+
+
+@final
+class Estimator:
+    """The memory of a recipe's ranks; its networks are built once, without memory.
+
+    Attributes:
+        recipe: resolved as far as is needed to build the networks.
+        model: the adapter.
+        held: trainer group -> every tensor that it keeps.
+    """
+
+    def __init__(self, recipe: Recipe, model: Model | None = None) -> None:
+        """`model`: the adapter of a network of your own.
+
+        Raises:
+            UserError: where the structure of the network is not known.
+        """
+        self.recipe = recipe
+        self.model = model or structure_of(recipe)
+        self.optimizers = recipe.optimizers.by_role()
+        self.groups = groups_of(recipe.placement, recipe.roles)
+        width = getattr(torch, recipe.runtime.dtype).itemsize
+        self.held: dict[str, list[Held]] = {}
+        for group, roles in self.groups.items():
+            storage = self._storage(roles)
+            trained = {k: v for k, v in self.optimizers.items() if k in roles}
+            mark_trained(storage, roles, trained)
+            self.held[group] = held_tensors(storage, trained, self.model.blocks, roles, width)
+            if STUDENT in roles:
+                self._student = storage
+        self._kept: dict[tuple[int, bool, str | None], Kept | None] = {}
+
+    def _storage(self, roles: tuple[str, ...]) -> Storage:
+        """Networks on the meta device; nothing is drawn from the caller's generator."""
+        with seeded(self.recipe.seed, "roles"), torch.device("meta"):
+            structure = empty_network(self.model.build_network)
+            return build_storage(self.recipe, self.model, structure, roles)
+
+    def on(self, ranks: int, recipe: Recipe | None = None) -> RankMemory:
+        """The fullest of so many ranks.
+
+        Args:
+            ranks: each with a device of its own.
+            recipe: one that differs in `parallel`, `runtime` and `train` only.
+        """
+        recipe = recipe or self.recipe
+        spread, samples = spread_of(recipe, ranks), samples_of(recipe, ranks)
+        kept = self.kept(samples, recipe, spread.sharded)
+        recompute = recipe.runtime.activation_checkpointing
+        memories = [rank_memory(held, spread) for held in self.held.values()]
+        home = list(self.groups).index(group_of(self.groups, STUDENT))
+        # Other groups run the same networks on as many samples, and keep no more.
+        memories[home] = replace(
+            memories[home],
+            activations=kept and kept.activations(recompute, *passes_of(recipe)),
+            copies=0 if kept is None or spread.sharded else kept.copies(recompute),
+        )
+        if len(memories) == 1 and not self._rollout(ranks):
+            return memories[0]
+        return on_one_device(memories, self._rollout(ranks), recipe.placement.offload)
+
+    def kept(self, samples: int, recipe: Recipe, sharded: bool) -> Kept | None:
+        """What the student's forward pass keeps; None where it cannot be counted."""
+        compute = recipe.runtime.compute_dtype
+        key = (samples, sharded, compute)
+        if key not in self._kept:
+            self._kept[key] = self._count(samples, sharded, recipe.runtime.dtype, compute)
+        return self._kept[key]
+
+    def _count(self, samples: int, sharded: bool, dtype: str, compute: str | None) -> Kept | None:
+        network = self._student.networks[self._student.network_of(STUDENT)]
+        compute_dtype = getattr(torch, compute) if compute is not None else None
+        # A sharded network is gathered in the dtype that it computes in.
+        weights = {n: p.dtype for n, p in network.named_parameters()}
+        own = compute_dtype if sharded and compute_dtype else getattr(torch, dtype)
+        for parameter in network.parameters():
+            parameter.data = parameter.data.to(own)
+        self._student.activate(STUDENT)
+        try:
+            return kept_by_forward(
+                self.model, network, samples, getattr(torch, dtype), compute_dtype
+            )
+        except (RuntimeError, NotImplementedError, TypeError, ValueError):
+            # A network that looks at the values of its input: it can only be run.
+            return None
+        finally:
+            self._student.activate(None)
+            for name, parameter in network.named_parameters():
+                parameter.data = parameter.data.to(weights[name])
+
+    def _rollout(self, ranks: int) -> int:
+        """Bytes of the rollout workers' networks on the fullest device."""
+        if self.recipe.launch.kind != "ray":
+            return 0
+        method = self.recipe.method.build()
+        workers = rollout_workers(self.recipe.rollout.workers, self.groups, method, ranks)
+        name = self._student.network_of(STUDENT)
+        mine = [h for h in self.held[group_of(self.groups, STUDENT)] if h.network == name]
+        return -(-workers // ranks) * whole_bytes(mine)
+
+
+def structure_of(recipe: Recipe) -> Model:
+    """The adapter of a recipe whose weights need not be there, if it states the network.
+
+    Raises:
+        UserError: where neither recipe nor weights tell what the network is like.
+    """
+    settings = recipe.model
+    if getattr(settings, "network", None) is not None or settings.weights is None:
+        return settings.build()
+    if not Path(settings.weights).exists():
+        # Not even its name is looked up on a hub: a plan needs no connection.
+        raise UserError(
+            f"not known: {settings.weights} is not here, and the recipe does not say what its "
+            f"network is like (model.network)"
+        )
+    return resolve_recipe(recipe).model.build()
+
+
+def spread_of(recipe: Recipe, ranks: int) -> Spread:
+    """How a recipe's networks would be spread over so many ranks.
+
+    A recipe for one process that is given more shares its networks by FSDP2.
+    """
+    parallel, kind = recipe.parallel, recipe.parallel.kind
+    if kind == "none" and ranks > 1 and recipe.launch.processes == 1:
+        kind = "fsdp2"
+    sharded = kind in ("fsdp1", "fsdp2")
+    size = min(parallel.shard_size or ranks, ranks) if sharded else 1
+    runtime = recipe.runtime
+    width = getattr(torch, runtime.compute_dtype or runtime.dtype).itemsize
+    micro, samples = recipe.train.micro_batch_size, -(-recipe.train.batch_size // ranks)
+    several = micro is not None and micro < samples
+    return Spread(
+        kind,
+        ranks,
+        size,
+        offload=parallel.cpu_offload,
+        gathered_width=width,
+        whole_gradients=sharded and several and not parallel.reduce_each_micro_batch,
+    )
+
+
+def passes_of(recipe: Recipe) -> tuple[int, int]:
+    """Samples of the largest call without gradients over those of a micro-batch, and graphs.
+
+    Fused scoring calls once for fake score and teacher, with guidance for its two predictions; a
+    classifier is trained on real and made samples together, with R1 also on moved ones.
+    """
+    at_once, method = 1, recipe.method
+    if getattr(method, "score_batching", "separate") == "fused":
+        at_once = 3 if getattr(method, "guidance", 1.0) != 1 else 2
+    adversarial = getattr(method, "adversarial", None)
+    if adversarial is None or DISCRIMINATOR not in recipe.roles:
+        return at_once, 1
+    return max(at_once, 2 if adversarial.r1 is None else 3), 2
+
+
+def samples_of(recipe: Recipe, ranks: int) -> int:
+    """Samples of the largest micro-batch of the first of so many ranks."""
+    batch = recipe.train.batch_size
+    first = Ranks(0, min(ranks, batch), CPU, grouped=False)
+    parts = micro_batches(batch, first, recipe.train.micro_batch_size)
+    return max(len(part.rows) for part in parts)
+
+
+@final
+@dataclass(frozen=True)
+class Remedy:
+    """A change of a recipe that needs less memory.
+
+    Attributes:
+        words: what it is, in the words of a recipe.
+        ranks: how many ranks there are then.
+        memory: of the fullest one.
+    """
+
+    words: str
+    ranks: int
+    memory: RankMemory
+
+
+def remedies(estimator: Estimator, devices: Devices) -> list[Remedy]:
+    """Changes after which a recipe fits; each is enough by itself.
+
+    The cheap ones together stand for one where none of them is enough.
+    """
+    found = [r for r in _single_changes(estimator, devices) if r.memory.total <= devices.bytes]
+    if found:
+        return found
+    together = [r for r in _joint_changes(estimator, devices) if r.memory.total <= devices.bytes]
+    return together[:1]
+
+
+def _cheap_changes(recipe: Recipe) -> list[dict[str, Any]]:
+    """Those that change no result but by rounding, and need no more devices."""
+    changes: list[dict[str, Any]] = []
+    if not recipe.runtime.activation_checkpointing:
+        changes.append({"runtime.activation_checkpointing": True})
+    if recipe.runtime.compute_dtype is None and recipe.runtime.dtype == "float32":
+        changes.append({"runtime.compute_dtype": "bfloat16"})
+    if (recipe.train.micro_batch_size or recipe.train.batch_size) > 1:
+        one = {"train.micro_batch_size": 1}
+        # Else whole gradients would add up over the micro-batches.
+        each = {"parallel.reduce_each_micro_batch": True} if recipe.parallel.sharded else {}
+        changes.append(one | each)
+    return changes
+
+
+def _single_changes(estimator: Estimator, devices: Devices) -> Iterator[Remedy]:
+    recipe = estimator.recipe
+    for change in _cheap_changes(recipe):
+        yield from _changed(estimator, change, devices.count)
+    for ranks in (n for n in MORE_RANKS if n > devices.count):
+        sharded = {} if recipe.parallel.sharded else {"parallel.kind": "fsdp2"}
+        enough = next(_changed(estimator, sharded, ranks), None)
+        if enough is not None and enough.memory.total <= devices.bytes:
+            yield enough
+            break
+    if recipe.lora is None:
+        yield from _changed(estimator, _lora(), devices.count)
+    resolution = getattr(recipe.model, "resolution", None)
+    if resolution is not None:
+        yield from _changed(estimator, {"model.resolution": resolution // 2}, devices.count)
+
+
+def _joint_changes(estimator: Estimator, devices: Devices) -> Iterator[Remedy]:
+    recipe, cheap = estimator.recipe, dict[str, Any]()
+    for change in _cheap_changes(recipe):
+        cheap |= change
+    lora = _lora() if recipe.lora is None else {}
+    sharded = {} if recipe.parallel.sharded else {"parallel.kind": "fsdp2"}
+    yield from _changed(estimator, cheap, devices.count)
+    yield from _changed(estimator, cheap | lora, devices.count)
+    for ranks in (n for n in MORE_RANKS if n > devices.count):
+        yield from _changed(estimator, cheap | sharded, ranks)
+        yield from _changed(estimator, cheap | sharded | lora, ranks)
+
+
+def _lora() -> dict[str, Any]:
+    return {"storage": "shared_base", "lora": {"rank": 16}}
+
+
+def _changed(estimator: Estimator, changes: Mapping[str, Any], ranks: int) -> Iterator[Remedy]:
+    """The estimate of a changed recipe; nothing where the change cannot be."""
+    values = estimator.recipe.model_dump(mode="json")
+    for key, value in changes.items():
+        section, *inner = key.split(".")
+        if inner:
+            values[section][inner[0]] = value
+        else:
+            values[section] = value
+    try:
+        recipe = parse_recipe(values)
+        rebuilt = any(not k.startswith(("runtime", "train", "parallel")) for k in changes)
+        other = Estimator(recipe) if rebuilt else estimator
+        memory = other.on(ranks, recipe)
+    except UserError:
+        return
+    words = " ".join(f"{key}={_write(value)}" for key, value in changes.items())
+    if ranks > 1 and ranks != estimator.recipe.launch.processes:
+        words = f"{words} on {ranks} GPUs".strip()
+    yield Remedy(words, ranks, memory)
+
+
+def _write(value: Any) -> str:
+    if isinstance(value, dict):
+        return "{" + ", ".join(f"{k}: {v}" for k, v in value.items()) + "}"
+    return str(value).lower() if isinstance(value, bool) else str(value)
+
+
+def memory_there_is(device: torch.device) -> int | None:
+    """Bytes that a run may use: free ones of a CUDA device, all of the main memory for the CPU.
+
+    None: unknown, as for other accelerators.
+    """
+    if device.type == "cuda":
+        free, _ = torch.cuda.mem_get_info(device)
+        return int(free)
+    if device.type == "cpu" and hasattr(os, "sysconf"):
+        return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    return None
+
+
+def least_bytes(recipe: Recipe, model: Model) -> int:
+    """What a rank keeps at the very least, whatever is estimated; quick to count."""
+    with seeded(recipe.seed, "roles"):
+        network = empty_network(model.build_network)
+    numbers = sum(p.numel() for p in network.parameters())
+    if recipe.lora is None:
+        # Weights of all roles, and moments of those that are trained.
+        numbers *= len(recipe.roles) + 2 * len(recipe.optimizers.by_role())
+    size = spread_of(recipe, recipe.launch.processes).shard_size
+    width: int = getattr(torch, recipe.runtime.dtype).itemsize
+    return numbers * width // size

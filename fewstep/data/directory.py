@@ -1,0 +1,227 @@
+"""The directory of an encoded data set: begun, gone on with, and finished by a manifest."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, final
+
+from safetensors import safe_open
+
+from fewstep.data.encoded import CONDITION, SAMPLES
+from fewstep.data.encoding import Encoder, write_tensors
+from fewstep.data.manifest import (
+    MANIFEST,
+    UNCONDITIONAL,
+    UNFINISHED,
+    Plan,
+    ShardEntry,
+    check_file,
+    differences,
+    publish,
+    read_document,
+)
+from fewstep.data.settings import TextToImageData, check_skipped, stale
+from fewstep.data.sources import Record, local, stamp_all
+from fewstep.errors import UserError
+from fewstep.files import describe_file, saving, sync_directory
+from fewstep.models.encoders import Encoding
+
+Shards = dict[str, list[Record]]
+"""Records by the name of the file that they go into."""
+
+
+@final
+@dataclass(frozen=True)
+class Encoded:
+    """What has become of encoding a data set.
+
+    Attributes:
+        directory: where it is.
+        items: how many there are, by split.
+        skipped: the records that were left out, each with its place and what is wrong.
+        made: how many shards were made now, by all ranks; none where all was there already.
+        files: how many files there are.
+        bytes: of all files.
+    """
+
+    directory: Path
+    items: Mapping[str, int]
+    skipped: list[list[str]]
+    made: int
+    files: int
+    bytes: int
+
+
+def look_at(settings: TextToImageData, encoding: Encoding, overwrite: bool) -> dict[str, Any]:
+    """Look at the directory and the sources before anything is loaded.
+
+    Returns:
+        Sections of a plan: stamps of `sources` and `encoders`, and the `model`'s own settings.
+
+    Raises:
+        UserError: where the directory holds something else.
+    """
+    directory = settings.directory
+    if directory.exists() and not directory.is_dir():
+        raise UserError(f"data.encoded: {directory} is a file; name a directory")
+    if overwrite:
+        clear(directory)
+    plan = read_plan(directory)
+    present = [p for p in directory.iterdir() if p.name != ".lock"] if directory.is_dir() else []
+    if plan is None and present:
+        raise UserError(
+            f"data.encoded: {directory} holds something that is no encoded data; name another "
+            f"directory"
+        )
+    known = plan or {"sources": {}, "encoders": {}}
+    names = [name for names in settings.sources().values() for name in names]
+    stamps = {
+        "sources": stamp_all(local(names), known["sources"]),
+        "model": dict(encoding.settings),
+        "encoders": stamp_all(encoding.files, known["encoders"]),
+    }
+    if plan is not None:
+        old = {"data": plan["data"]} | {key: plan[key] for key in stamps}
+        if found := differences(old, {"data": settings.facts(), **stamps}):
+            raise stale(directory, found)
+    return stamps
+
+
+def read_plan(directory: Path) -> Plan | None:
+    """What a directory's data are made from, be they complete or not; None where there are none."""
+    for name in (MANIFEST, UNFINISHED):
+        document = read_document(directory / name)
+        if document is not None:
+            plan: Plan = document["plan"]
+            return plan
+    return None
+
+
+def clear(directory: Path) -> None:
+    """Remove what encoding has written into a directory, and nothing else; the manifest first."""
+    if not directory.is_dir():
+        return
+    patterns = (MANIFEST, UNFINISHED, "*-*.json", UNCONDITIONAL, "*-*.safetensors", ".*.tmp")
+    if not any((directory / name).exists() for name in (MANIFEST, UNFINISHED)):
+        return  # not ours
+    with saving(directory):
+        for pattern in patterns:
+            for file in directory.glob(pattern):
+                file.unlink()
+        sync_directory(directory)
+
+
+def begin(directory: Path, plan: Plan, shards: Shards, encoder: Encoder) -> dict[str, ShardEntry]:
+    """Prepare the directory; the shards that are finished already, by name.
+
+    Of data that are complete, those that are damaged or missing are made again.
+
+    Raises:
+        UserError: where what is there was made from something else.
+    """
+    with saving(directory):
+        directory.mkdir(parents=True, exist_ok=True)
+    old = read_plan(directory)
+    if old is not None and (found := differences(old, plan)):
+        raise stale(directory, found)
+    manifest = read_document(directory / MANIFEST)
+    if manifest is None:
+        publish(directory, UNFINISHED, {"plan": plan})
+        entries = {name: read_document(directory / sidecar(name)) for name in shards}
+        finished = {
+            name: entry
+            for name, entry in entries.items()
+            if entry is not None and is_whole(directory, name, entry)
+        }
+    else:
+        finished = {
+            name: manifest["files"][name]
+            for name in shards
+            if is_whole(directory, name, manifest["files"][name], content=True)
+        }
+        none = manifest["files"][UNCONDITIONAL]
+        if len(finished) == len(shards) and is_whole(directory, UNCONDITIONAL, none, content=True):
+            return finished
+        reopen(directory, plan, finished)
+    write_tensors(directory, UNCONDITIONAL, {k: v[0] for k, v in encoder.condition([""]).items()})
+    return finished
+
+
+def reopen(directory: Path, plan: Plan, finished: Mapping[str, ShardEntry]) -> None:
+    """Take complete data as unfinished, so that what is not finished is made again."""
+    publish(directory, UNFINISHED, {"plan": plan})
+    for name, entry in finished.items():
+        publish(directory, sidecar(name), entry)
+    (directory / MANIFEST).unlink()
+    sync_directory(directory)
+
+
+def is_whole(directory: Path, name: str, entry: Mapping[str, Any], content: bool = False) -> bool:
+    """Whether a file is what its entry says; of a shard without items there is none."""
+    return not entry["size"] or check_file(directory / name, entry, content) is None
+
+
+def sidecar(name: str) -> str:
+    """The file that says that a shard is finished, until there is a manifest."""
+    return name.replace(".safetensors", ".json")
+
+
+def finish(
+    settings: TextToImageData,
+    plan: Plan,
+    shards: Shards,
+    finished: Mapping[str, ShardEntry],
+    made: int,
+) -> Encoded:
+    """Publish the manifest of finished shards, unless it is there.
+
+    Raises:
+        UserError: where no item of a split is left.
+    """
+    directory = settings.directory
+    entries = {n: finished.get(n) or read_document(directory / sidecar(n)) for n in shards}
+    skipped = [each for entry in entries.values() for each in entry["skipped"]]
+    check_skipped(settings, skipped)
+    splits: dict[str, list[str]] = {}
+    for name, entry in entries.items():
+        splits.setdefault(name.partition("-")[0], []).extend([name] if entry["items"] else [])
+    for split, names in splits.items():
+        if not names:
+            raise UserError(
+                f"data: no {split} item can be used, {len(skipped)} were skipped; the first: "
+                f"{': '.join(skipped[0])}"
+            )
+    items = {split: sum(entries[n]["items"] for n in names) for split, names in splits.items()}
+    files = {**entries, UNCONDITIONAL: describe_file(directory / UNCONDITIONAL)}
+    size = sum(entry["size"] for entry in files.values())
+    if not (directory / MANIFEST).exists():
+        first = splits["train"][0]
+        document = {
+            "plan": plan,
+            "items": items,
+            "condition": shapes(directory / first, CONDITION),
+            "x0": shapes(directory / first, SAMPLES).get("") if settings.name == "images" else None,
+            "splits": splits,
+            "files": files,
+            "skipped": skipped,
+        }
+        publish(directory, MANIFEST, document)
+        for name in (UNFINISHED, *map(sidecar, shards)):
+            (directory / name).unlink(missing_ok=True)
+        for file in directory.glob(".*.tmp"):
+            file.unlink()
+    count = sum(1 for entry in files.values() if entry["size"])
+    return Encoded(directory, items, skipped, made, count, size)
+
+
+def shapes(file: Path, prefix: str) -> dict[str, dict[str, Any]]:
+    """Shape of one row and dtype of the tensors in a shard whose names begin so."""
+    with safe_open(file, framework="pt") as opened:
+        names = [name for name in opened.keys() if name.startswith(prefix)]  # noqa: SIM118
+        parts = {name: opened.get_slice(name) for name in names}
+        return {
+            key.removeprefix(prefix): {"shape": part.get_shape()[1:], "dtype": part.get_dtype()}
+            for key, part in sorted(parts.items())
+        }

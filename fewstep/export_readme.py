@@ -1,0 +1,136 @@
+"""What the README of an export says: how to sample it in a few lines, and where it comes from."""
+
+from __future__ import annotations
+
+from string import Template
+from typing import Literal
+
+from fewstep.config import dump_recipe
+from fewstep.methods.method import SamplerSpec
+from fewstep.models.hub import directory_of
+from fewstep.models.sd3 import SD3
+from fewstep.models.sd3_files import DOWNSCALE
+from fewstep.pipeline import TEMPLATES
+from fewstep.roles.storage import SharedBase
+from fewstep.run import Run
+
+ExportFormat = Literal["pipeline", "network", "lora"]
+
+_DIT_ADAPTER = (
+    "`lora/` holds the adapter alone. `DiTTransformer2DModel` itself has no `load_lora_adapter`: "
+    "the network\nin `transformer/` has the adapter merged already.\n\n"
+)
+_PIPELINE = """```python
+from diffusers import DiffusionPipeline
+
+directory = "."  # this directory
+pipeline = DiffusionPipeline.from_pretrained(
+    directory, custom_pipeline=directory, trust_remote_code=True
+)
+"""
+_PROMPTED = """image = pipeline("a red cat on a roof").images[0]
+```
+
+Its code is in `pipeline.py`, and diffusers runs it with your leave only. Without that file the
+directory is one for diffusers' own class, to which the trained sigmas have to be told:
+
+```python
+from diffusers import StableDiffusion3Pipeline
+
+pipeline = StableDiffusion3Pipeline.from_pretrained(directory$without)
+image = pipeline("a red cat on a roof", $arguments).images[0]
+```
+"""
+_ENCODED = """samples = pipeline(
+    prompt_embeds=prompt_embeds, pooled_prompt_embeds=pooled$latent
+).images  # tensor [N, C, H, W]
+```
+
+`prompt_embeds` [N, L, $joint] and `pooled` [N, $pooled] are prompts as the network was trained
+on them, by $encoder.
+"""
+_ADAPTER_ALONE = """```python
+from diffusers import FlowMatchEulerDiscreteScheduler, StableDiffusion3Pipeline
+
+pipeline = StableDiffusion3Pipeline.from_pretrained("$base"$without)
+pipeline.load_lora_weights(".")  # this directory
+pipeline.scheduler = FlowMatchEulerDiscreteScheduler(stochastic_sampling=$stochastic)
+image = pipeline("a red cat on a roof", $arguments).images[0]
+```
+
+`pytorch_lora_weights.safetensors` has the names of diffusers, which ComfyUI's LoRA loader
+reads as well. Its alpha is its rank.
+"""
+_STOCHASTIC = """
+Each step but the first begins with fresh noise (`stochastic_sampling` of the scheduler). diffusers'
+own class takes it from torch's global generator, whatever `generator` it is given.
+"""
+_ADAPTER_TOO = """
+`transformer/` has the adapter merged; `lora/` holds it alone, for `load_lora_weights` on the
+teacher's pipeline.
+"""
+
+
+def dit_readme(run: Run, role: str, spec: SamplerSpec, form: ExportFormat) -> str:
+    """How to sample a class-conditional student."""
+    return Template((TEMPLATES / "export_readme.md").read_text()).substitute(
+        steps=spec.steps,
+        sigmas=list(spec.sigmas),
+        role=role,
+        cycle=run.cycle,
+        adapter=_DIT_ADAPTER if isinstance(run.roles.storage, SharedBase) else "",
+    )
+
+
+def sd3_readme(run: Run, role: str, spec: SamplerSpec, form: ExportFormat) -> str:
+    """How to sample a text-to-image student, as a model card."""
+    base = run.recipe.model.weights
+    return Template((TEMPLATES / "export_readme_sd3.md").read_text()).substitute(
+        steps=spec.steps,
+        base=f"`{base}`" if base is not None else "a network of its own",
+        role=role,
+        cycle=run.cycle,
+        usage=_usage(run, spec, form),
+        recipe=dump_recipe(run.recipe),
+    )
+
+
+def _usage(run: Run, spec: SamplerSpec, form: ExportFormat) -> str:
+    model = run.roles.model
+    assert isinstance(model, SD3)
+    settings, stochastic = model.settings, spec.solver == "renoise"
+    if settings.pipeline is not None and form != "network":
+        text = _ADAPTER_ALONE if form == "lora" else _PIPELINE + _PROMPTED
+    elif form == "lora":
+        text = "`pytorch_lora_weights.safetensors` is for `network.load_lora_adapter`.\n"
+    else:
+        text = _PIPELINE + _ENCODED
+    text += _STOCHASTIC if stochastic else ""
+    if isinstance(run.roles.storage, SharedBase) and form != "lora":
+        text += _ADAPTER_TOO
+    return Template(text).substitute(
+        base=settings.pipeline,
+        without=_without(model),
+        arguments=_arguments(model, spec),
+        stochastic=stochastic,
+        latent="" if settings.pipeline is None else ', output_type="latent"',
+        joint=model.config.joint_attention_dim,
+        pooled=model.config.pooled_projection_dim,
+        encoder=f"`{settings.text_encoder or settings.pipeline or 'an encoder of their own'}`",
+    )
+
+
+def _without(model: SD3) -> str:
+    """What the stock class has to be told of a pipeline without T5."""
+    name = model.settings.pipeline
+    if name is None or (directory_of(name, "model.pipeline") / "text_encoder_3").is_dir():
+        return ""
+    return ", text_encoder_3=None, tokenizer_3=None"
+
+
+def _arguments(model: SD3, spec: SamplerSpec) -> str:
+    side = model.sample_shape[-1] * DOWNSCALE
+    return (
+        f"sigmas={list(spec.sigmas)}, num_inference_steps={spec.steps}, guidance_scale=1.0, "
+        f"height={side}, width={side}, max_sequence_length={model.settings.max_sequence_length}"
+    )
