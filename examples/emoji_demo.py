@@ -24,6 +24,7 @@ from rich.console import Console
 from torch import Tensor, nn
 
 import fewstep
+from fewstep.comparison import count_steps
 from fewstep.data.conditions import item_conditions, tensor_conditions
 from fewstep.data.items import Items
 from fewstep.evaluation import Evaluator
@@ -85,8 +86,8 @@ def measure(source: Source, items: Items, steps: Sequence[int | None]) -> list[d
         row = result_row(source.name, spec.steps, spec.nfe, made.seconds, figures)
         rows.append({**row, "own_picture": own_picture(made.images, real)})
         console.print(
-            f"  {source.name}, {spec.steps} steps, {len(items)} prompts: nearest picture is its "
-            f"own for {rows[-1]['own_picture']:.0%}, {made.seconds:.0f} s",
+            f"  {source.name}, {count_steps(spec.steps)}, {len(items)} prompts: nearest picture is "
+            f"its own for {rows[-1]['own_picture']:.0%}, {made.seconds:.0f} s",
             highlight=False,
         )
     return rows
@@ -108,7 +109,7 @@ def pictures(
         for count in (None,) if source.few_step else teacher_steps:
             spec = source.sampler(count)
             made = source.sample(conditions, spec, seed=0)
-            rows[f"{source.name}, {spec.steps} steps"] = made.images
+            rows[f"{source.name}, {count_steps(spec.steps)}"] = made.images
     return rows, prompts
 
 
