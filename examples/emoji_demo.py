@@ -40,7 +40,7 @@ TEACHER, STUDENT = "recipes/emoji/teacher.yaml", "recipes/emoji/student.yaml"
 TEACHER_STEPS = (25, 8, 4, 2)
 # Short enough to be read above a picture.
 PICTURED = {
-    "train": ("red heart", "frog", "octopus", "banana", "rocket", "snowman", "angry face", "fire"),
+    "train": ("red heart", "frog", "octopus", "banana", "rocket", "snowman", "nerd face", "fire"),
     "validation": ("pizza", "hamster", "bell", "dog face", "cloud", "hot dog", "bird", "pill"),
 }
 SHORT = {
