@@ -150,7 +150,8 @@ def test_recipe_keys_exist(page) -> None:
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
 def test_commands_and_options_in_prose_exist(page) -> None:
-    options = {option for c in COMMANDS.commands.values() for p in c.params for option in p.opts}
+    parameters = [p for c in COMMANDS.commands.values() for p in c.params]
+    options = {option for p in parameters for option in (*p.opts, *p.secondary_opts)}
     options |= set(torch.distributed.run.get_args_parser()._option_string_actions)
     for code in re.findall(r"`([^`\n]+)`", prose(page)):
         if code.startswith("--"):

@@ -12,14 +12,16 @@ from typing import Any
 
 import pytest
 import torch
+from torch import Tensor, nn
 
 from fewstep.checkpoint import complete_checkpoints
 from fewstep.config import dump_recipe, load_recipe
 from fewstep.data.dataset import Dataset
+from fewstep.diffusion.paths import RectifiedFlow
 from fewstep.errors import TrainingError, UserError
 from fewstep.launch.local import train
 from fewstep.methods.dmd2 import DMD2
-from fewstep.models.mixture import PointNetwork
+from fewstep.models.mixture import MixtureNetwork, PointNetwork
 from fewstep.models.module import ModuleModel
 from fewstep.run import build_worker, load_weights, open_run, resolve_recipe, seeded
 from fewstep.training.loop import StopRequest
@@ -448,3 +450,38 @@ def test_samples_come_from_the_average_on_the_trained_grid(make_recipe) -> None:
     student = run.sample(classes=[0, 2, 1], role="student")
     assert not torch.equal(student.images, samples.images)
     assert run.sample(count=5).labels.tolist() == [0, 1, 2, 0, 1]
+
+
+class ScaledTeacher(nn.Module):
+    """The exact teacher of four points, times a number that can be trained."""
+
+    def __init__(self, prediction: str) -> None:
+        super().__init__()
+        self.exact = MixtureNetwork(POINTS, 0.1, RectifiedFlow(1.0), prediction)
+        self.gain = nn.Parameter(torch.ones(()))
+
+    def forward(self, x: Tensor, sigma: Tensor) -> Tensor:
+        return self.gain * self.exact(x, sigma)
+
+
+POINTS = torch.tensor([[1.0, 1.0], [1.0, -1.0], [-1.0, 1.0], [-1.0, -1.0]], dtype=torch.float64)
+
+
+@pytest.mark.parametrize("truth", ["eps", "x0", "velocity"])
+def test_a_teacher_that_predicts_something_else_is_refused_with_figures(
+    make_recipe, truth: str
+) -> None:
+    noise = torch.randn(200, 2, generator=torch.Generator().manual_seed(0))
+    data = Dataset(POINTS.float().repeat(50, 1) + 0.1 * noise)
+    model = ModuleModel(lambda: ScaledTeacher(truth), (2,), prediction="velocity")
+    recipe = make_recipe(
+        "dmd2",
+        {"model": {"family": "module"}, "data.name": "custom", "method.guidance": 1.0,
+         "train.cycles": 1},
+    )  # fmt: skip
+    if truth == "velocity":
+        assert train(recipe, model=model, data=data).complete
+        return
+    with pytest.raises(UserError, match=rf"misses the clean samples by .*read as '{truth}'"):
+        train(recipe, model=model, data=data)
+    assert not Path(recipe.run_dir).exists()

@@ -23,7 +23,9 @@ from fewstep.checkpoint import (
     verify_checkpoint,
 )
 from fewstep.config import Recipe, check_fingerprint, dump_recipe, load_recipe
+from fewstep.data.dataset import Dataset
 from fewstep.data.items import Items
+from fewstep.diffusion.draw import Draw
 from fewstep.diffusion.timesteps import few_step_grid
 from fewstep.errors import UserError
 from fewstep.files import saving
@@ -40,6 +42,7 @@ from fewstep.memory_tables import check_memory
 from fewstep.methods.dmd2 import sample_statistics
 from fewstep.methods.method import SamplerSpec
 from fewstep.models.model import Model
+from fewstep.models.teacher_check import check_prediction
 from fewstep.parallel.failures import Reached, another_has_failed, telling_others
 from fewstep.parallel.ranks import SINGLE, Ranks, join, launched_ranks
 from fewstep.roles.role import STUDENT, TEACHER_SCORE, Roles
@@ -56,7 +59,7 @@ from fewstep.run import (
     resolve_recipe,
     seeded,
 )
-from fewstep.sampling import Samples, cpu_threads, sample_role
+from fewstep.sampling import Samples, cpu_threads, placed, sample_role
 from fewstep.training.loop import StopRequest, train_cycles
 from fewstep.training.metrics import Metrics, logger, open_metrics
 from fewstep.training.worker import Worker
@@ -155,6 +158,7 @@ def train_in_process(
         teacher = None if resume else load_weights(recipe, model, ranks)
         worker = build_worker(recipe, model, dataset, teacher, ranks)
     check_network(worker.roles, recipe.seed)
+    check_teacher(worker.roles, recipe.seed, dataset)
     start = restore(directory, recipe, worker) if resume else 0
     items = prompts_to_sample(recipe, model, data)
     run = Run(directory, recipe, worker, start, items=items)
@@ -373,6 +377,26 @@ def check_network(roles: Roles, seed: int) -> None:
             f"model: the network returns shape {tuple(output.shape)}, its input has "
             f"{tuple(x.shape)}"
         )
+
+
+def check_teacher(roles: Roles, seed: int, dataset: Items | None) -> None:
+    """Let the teacher denoise some real samples, where there are any.
+
+    Raises:
+        UserError: where what it says makes much more sense as another kind of prediction.
+    """
+    if TEACHER_SCORE not in roles or dataset is None or not dataset.has_samples:
+        return
+    model, numbers = roles.model, torch.arange(min(16, len(dataset)))
+    x0 = dataset.x0(numbers)
+    x0 = (model.encode(x0) if isinstance(dataset, Dataset) else x0).to(roles.device, roles.dtype)
+    condition = placed(dataset.condition(numbers), roles.device, roles.dtype)
+    if condition.keys() != model.example_condition(1).keys() or x0.shape[1:] != model.sample_shape:
+        return  # data of another kind, which samples are merely compared with
+    ids = numbers.to(roles.device)
+    eps = Draw(seed, 0, "teacher").normal("eps", ids, x0.shape[1:], roles.dtype)
+    with roles.use(TEACHER_SCORE) as teacher:
+        check_prediction(model, teacher.network, x0, eps, condition)
 
 
 def restore(directory: Path, recipe: Recipe, worker: Worker) -> int:

@@ -14,7 +14,7 @@ from fewstep.models.model import Condition, Model
 # Low enough that a good teacher is nearly right, high enough that a wrong reading is not.
 SIGMA = 0.25
 # Another reading must be better by so much before the declared one is refused.
-MARGIN = 0.9
+MARGIN = 0.7
 
 
 @torch.no_grad()

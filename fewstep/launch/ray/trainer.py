@@ -34,7 +34,7 @@ from fewstep.diffusion.draw import Draw
 from fewstep.errors import TrainingError
 from fewstep.files import FileEntry
 from fewstep.launch.hooks import run_fingerprint
-from fewstep.launch.local import check_network, reporting, teacher_statistics
+from fewstep.launch.local import check_network, check_teacher, reporting, teacher_statistics
 from fewstep.launch.ray.external import Expected, ExternalData, check_external
 from fewstep.launch.ray.transport import Packed, pack
 from fewstep.launch.ray.underway import Reply
@@ -152,6 +152,7 @@ class TrainerProcess:
             teacher = None if checkpoint else load_weights(recipe, model, self._ranks)
             self._worker = build_worker(recipe, model, data, teacher, self._ranks, roles)
         check_network(self._worker.roles, recipe.seed)
+        check_teacher(self._worker.roles, recipe.seed, data)
         left, cycle, read = [], 0, ""
         if checkpoint is not None:
             into = partial(self._worker.empty_state, partial=True)
