@@ -13,7 +13,7 @@ import os
 import subprocess
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -29,6 +29,7 @@ from fewstep.data.conditions import item_conditions, tensor_conditions
 from fewstep.data.items import Items
 from fewstep.evaluation import Evaluator
 from fewstep.features import ModuleFeatures
+from fewstep.methods.method import SamplerSpec
 from fewstep.report import ReportRun, write_report
 from fewstep.results import evaluation_document, evaluation_table, result_row, write_evaluation
 from fewstep.source import Source
@@ -67,20 +68,26 @@ def own_picture(images: Tensor, real: Tensor) -> float:
     return float((nearest == torch.arange(len(real))).double().mean())
 
 
-def measure(source: Source, items: Items, steps: Sequence[int | None]) -> list[dict[str, Any]]:
-    """Figures of a source at some numbers of steps: one sample for each item's prompt.
+def samplers(source: Source, teacher_steps: Sequence[int], guidance: float) -> list[SamplerSpec]:
+    """How a source is sampled: a student in its own way, a teacher guided as it was for it."""
+    if source.few_step:
+        return [source.sampler(None)]
+    return [replace(source.sampler(count), guidance=guidance) for count in teacher_steps]
+
+
+def measure(source: Source, items: Items, specs: Sequence[SamplerSpec]) -> list[dict[str, Any]]:
+    """Figures of a source, sampled in some ways: one sample for each item's prompt.
 
     Args:
         source: a teacher or a student.
         items: whose prompts it gets, and whose pictures it is compared with.
-        steps: of the sampler; None: its own.
+        specs: the ways.
     """
     real = real_images(items, source.roles.model)
     evaluator = Evaluator(real, None, features())
     conditions = item_conditions(items, torch.arange(len(items)))
     rows = []
-    for count in steps:
-        spec = source.sampler(count)
+    for spec in specs:
         made = source.sample(conditions, spec, seed=0)
         figures = evaluator.evaluate(made.images)
         row = result_row(source.name, spec.steps, spec.nfe, made.seconds, figures)
@@ -94,7 +101,7 @@ def measure(source: Source, items: Items, steps: Sequence[int | None]) -> list[d
 
 
 def pictures(
-    sources: Sequence[Source], data: dict[str, Items], teacher_steps: Sequence[int]
+    ways: Sequence[tuple[Source, Sequence[SamplerSpec]]], data: Mapping[str, Items]
 ) -> tuple[dict[str, Tensor], list[str]]:
     """Rows of pictures of the same prompts from the same noise, and the prompts."""
     chosen = []
@@ -105,9 +112,8 @@ def pictures(
     prompts = [prompt for some in PICTURED.values() for prompt in some]
     conditions = tensor_conditions({k: torch.cat([p[k] for p in parts]) for k in parts[0]}, prompts)
     rows = {"real": torch.cat([items.x0(numbers) for items, numbers in chosen])}
-    for source in sources:
-        for count in (None,) if source.few_step else teacher_steps:
-            spec = source.sampler(count)
+    for source, specs in ways:
+        for spec in specs:
             made = source.sample(conditions, spec, seed=0)
             rows[f"{source.name}, {count_steps(spec.steps)}"] = made.images
     return rows, prompts
@@ -123,15 +129,16 @@ def evaluate_or_reuse(teacher_steps: Sequence[int]) -> dict[str, Any]:
     recipe = fewstep.load_recipe(TEACHER)
     data = {split: recipe.data.load(split) for split in PICTURED}
     sources = [fewstep.open_source(ROOT / name) for name in ("teacher", "student")]
+    guidance = fewstep.load_recipe(STUDENT).method.guidance
+    ways = [(source, samplers(source, teacher_steps, guidance)) for source in sources]
     found: dict[str, list] = {split: [] for split in data}
-    for source in sources:
-        steps = (None,) if source.few_step else teacher_steps
+    for source, specs in ways:
         for split, items in data.items():
-            found[split] += measure(replace(source, items=items), items, steps)
+            found[split] += measure(source, items, specs)
     real = real_images(data["train"], sources[0].roles.model)
     floor = Evaluator(real, None, features()).floor()
     document = {**evaluation_document(found["train"], floor), "held_out": found["validation"]}
-    rows, prompts = pictures(sources, data, teacher_steps)
+    rows, prompts = pictures(ways, data)
     runs = [ReportRun(source.name, source.path) for source in sources]
     write_report(
         ROOT,
