@@ -166,9 +166,9 @@ def test_the_command_to_go_on_with_is_whole(
 ) -> None:
     original = local.train_cycles
 
-    def stopped(worker, cycles, k, settings, hooks, stop, agree):
+    def stopped(worker, cycles, k, settings, hooks, stop, *others):
         stop.requested = True
-        return original(worker, cycles, k, settings, hooks, stop, agree)
+        return original(worker, cycles, k, settings, hooks, stop, *others)
 
     monkeypatch.setattr(local, "train_cycles", stopped)
     run_dir = str(tmp_path / ("my #1 run" + 20 * "-long"))

@@ -302,7 +302,7 @@ def test_a_network_that_cannot_work_is_refused(make_recipe, build, text) -> None
     assert not Path(recipe.run_dir).exists()
 
 
-@pytest.mark.parametrize("part", ["teacher_statistics", "build_evaluator", "open_metrics"])
+@pytest.mark.parametrize("part", ["teacher_statistics", "build_judge", "open_metrics"])
 @pytest.mark.parametrize("failure", [UserError, KeyboardInterrupt])
 def test_what_fails_before_the_first_cycle_leaves_no_run(
     make_recipe, ten_images, monkeypatch, part, failure
