@@ -18,7 +18,7 @@ from fewstep.data.settings import DATA, BuiltInData, DataSettings
 from fewstep.errors import UserError
 from fewstep.methods import METHODS, MethodSettings
 from fewstep.methods.adversarial import AdversarialSettings
-from fewstep.methods.dmd2 import DMD2Settings
+from fewstep.methods.dmd2_settings import DMD2Settings
 from fewstep.models import FAMILIES, ModelSettings
 from fewstep.parallel.settings import LaunchSettings, ParallelSettings
 from fewstep.roles.ema import EMASettings

@@ -14,7 +14,7 @@ from rich.console import Console
 from fewstep.config import parse_recipe
 from fewstep.errors import UserError
 from fewstep.grouping import check_groups
-from fewstep.methods.dmd2 import DMD2Settings
+from fewstep.methods.dmd2_settings import DMD2Settings
 from fewstep.methods.method import Method
 from fewstep.placement import (
     UNITS,

@@ -6,7 +6,7 @@ from typing import Annotated
 
 from pydantic import Field
 
-from fewstep.methods.dmd2 import DMD2Settings
+from fewstep.methods.dmd2_settings import DMD2Settings
 from fewstep.methods.flow_matching import FlowMatchingSettings
 
 METHODS = {

@@ -10,112 +10,32 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import partial
-from itertools import pairwise
-from typing import Annotated, ClassVar, Literal, final
+from typing import ClassVar, final
 
 import torch
-from pydantic import Field, field_validator, model_validator
 from torch import Tensor
 
 from fewstep.data.batches import Batch
 from fewstep.diffusion.draw import Draw
-from fewstep.diffusion.guidance import guide
 from fewstep.diffusion.losses import (
-    DenoisingWeighting,
     denoising_loss,
     dmd_direction,
     dmd_surrogate,
     replace_nonfinite,
     replace_nonfinite_in_any,
 )
-from fewstep.diffusion.samplers import Transition, sigma_tensor, transition
+from fewstep.diffusion.samplers import sigma_tensor, transition
 from fewstep.diffusion.timesteps import few_step_grid
 from fewstep.errors import UserError
-from fewstep.methods.adversarial import AdversarialSettings, Adversary
+from fewstep.methods.adversarial import Adversary
+from fewstep.methods.dmd2_settings import DMD2Settings
 from fewstep.methods.method import Method, PhaseLoss, Rollout, SamplerSpec, TensorSpec
-from fewstep.methods.options import Guidance, SigmaSampling, check_grid_start, check_guidance
-from fewstep.models.model import Condition, Model
+from fewstep.methods.options import check_grid_start, check_guidance
+from fewstep.methods.scores import SCORES
+from fewstep.models.model import Model
 from fewstep.roles.role import DISCRIMINATOR, FAKE_SCORE, STUDENT, TEACHER_SCORE, Roles
-from fewstep.settings import Settings
 
 LEAST_SCORE_NOISE = 1e-4
-ScoreBatching = Literal["separate", "fused"]
-
-
-@final
-class DMD2Settings(Settings):
-    """Distribution matching of a student of one to eight steps."""
-
-    name: Literal["dmd2"] = "dmd2"
-    steps: Annotated[int, Field(ge=1, le=8)] = Field(4, description="steps of the student")
-    shift: Annotated[float, Field(gt=0)] = Field(1.0, description="of the student's grid")
-    sigmas: tuple[Annotated[float, Field(gt=0, le=1)], ...] | None = Field(
-        None, description="the grid itself; null: made from steps and shift"
-    )
-    transition: Transition = Field(
-        "renoise", description="between steps: fresh noise, or the ODE (euler)"
-    )
-    fake_updates_per_student: Annotated[int, Field(ge=1)] = Field(
-        5, description="K: fake_score updates for each student update"
-    )
-    guidance: Guidance = Field(1.0, description="of the teacher, w of u + w * (c - u)")
-    score_sigmas: SigmaSampling = Field(
-        SigmaSampling(minimum=0.02, maximum=0.98),
-        description="noise levels at which the student's samples are scored",
-    )
-    score_batching: ScoreBatching = Field(
-        "separate",
-        description="network calls of the scores: one for each, or one for all on a batch of two "
-        "or three times the samples (fused; for storage shared_base)",
-    )
-    fake_sigmas: SigmaSampling = Field(
-        SigmaSampling(), description="noise levels at which the fake score is trained"
-    )
-    fake_weighting: DenoisingWeighting = Field(
-        "native", description="error that the fake score learns from: of what it predicts, or x0"
-    )
-    adversarial: AdversarialSettings | None = Field(
-        None, description="a classifier that knows real data; null: none"
-    )
-
-    @field_validator("score_sigmas", mode="before")
-    @classmethod
-    def _keep_score_range(cls, given: object) -> object:
-        """A recipe that sets part of `score_sigmas` keeps DMD's range in the rest."""
-        if isinstance(given, dict):
-            return {"minimum": 0.02, "maximum": 0.98, **given}
-        return given
-
-    @model_validator(mode="after")
-    def _check(self) -> DMD2Settings:
-        sigmas = self.grid
-        if len(sigmas) != self.steps:
-            raise ValueError(
-                f"steps is {self.steps}, but sigmas has {len(sigmas)} entries; set "
-                f"method.sigmas=null to make the grid from steps and shift"
-            )
-        if any(a <= b for a, b in pairwise(sigmas)):
-            raise ValueError(f"sigmas must fall from noise to data, got {list(sigmas)}")
-        return self
-
-    @property
-    def grid(self) -> tuple[float, ...]:
-        """The student's sigmas: the only grid that training, sampling and export use."""
-        return self.sigmas if self.sigmas is not None else few_step_grid(self.steps, self.shift)
-
-    @property
-    def classifier(self) -> AdversarialSettings | None:
-        """The adversarial head, where there is one and its weight does not turn it off."""
-        head = self.adversarial
-        return head if head is not None and head.generator_weight > 0 else None
-
-    def resolved(self) -> DMD2Settings:
-        """These settings with the grid written out, as they are stored."""
-        return self.model_copy(update={"sigmas": self.grid})
-
-    def build(self) -> Method:
-        """The method."""
-        return DMD2(self)
 
 
 @final
@@ -313,42 +233,14 @@ class DMD2(Method):
         eps = draw.normal("eps", batch.sample_ids, x0.shape[1:], x0.dtype)
         sigma = self.settings.score_sigmas.sample(draw, batch.sample_ids, x0.dtype)
         x = roles.model.path.add_noise(x0, eps, sigma)
-        fused = self.settings.score_batching == "fused"
-        predict = self.predict_fused if fused else self.predict_separately
-        x0_fake, x0_real = predict(roles, x, sigma, batch.condition)
+        predict = SCORES[self.settings.score_batching]
+        x0_fake, x0_real = predict(roles, x, sigma, batch.condition, self.settings.guidance)
         direction = dmd_direction(x0, x0_fake, x0_real)
         if self.adversary is None:
             return Target(*replace_nonfinite(direction))
         gradient, losses = self.adversary.generator_term(roles, x0, batch, draw)
         (direction, gradient), replaced = replace_nonfinite_in_any(direction, gradient)
         return Target(direction, replaced, gradient, losses)
-
-    def predict_separately(
-        self, roles: Roles, x: Tensor, sigma: Tensor, condition: Condition
-    ) -> tuple[Tensor, Tensor]:
-        """Clean samples [B, ...] by the fake score and by the guided teacher, at one input."""
-        with roles.use(FAKE_SCORE) as fake_score:
-            x0_fake = fake_score(x, sigma, condition).x0
-        with roles.use(TEACHER_SCORE) as teacher:
-            x0_real = teacher.guided(x, sigma, condition, self.settings.guidance).x0
-        return x0_fake, x0_real
-
-    def predict_fused(
-        self, roles: Roles, x: Tensor, sigma: Tensor, condition: Condition
-    ) -> tuple[Tensor, Tensor]:
-        """The same from one network call: a sharded base is gathered once, not three times."""
-        names, conditions = [FAKE_SCORE, TEACHER_SCORE], [condition, condition]
-        if self.settings.guidance != 1:
-            names.append(TEACHER_SCORE)
-            conditions.append(roles.model.unconditional(condition))
-        parts = len(names)
-        joined = {key: torch.cat([c[key] for c in conditions]) for key in condition}
-        with roles.use_each(names, len(x)) as scores:
-            x0 = scores(torch.cat([x] * parts), torch.cat([sigma] * parts), joined).x0
-        x0_fake, x0_real, *unconditional = x0.chunk(parts)
-        if unconditional:
-            x0_real = guide(x0_real, unconditional[0], self.settings.guidance)
-        return x0_fake, x0_real
 
     def student_loss(
         self, roles: Roles, simulation: Simulation, draw: Draw, target: Target | None = None

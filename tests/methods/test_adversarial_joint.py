@@ -139,7 +139,7 @@ def test_a_head_without_a_gradient_is_noticed(
         worker.run_phase(FAKE)
 
 
-def test_a_phase_is_one_network_call_more_than_its_samples(make_worker: MakeWorker) -> None:
+def test_one_network_call_gives_both_losses(make_worker: MakeWorker) -> None:
     worker = make_worker("independent", JOINT, R1)
     x0 = torch.randn(4, 1, 4, 4, dtype=torch.float64)
     with spying(worker.roles.model) as calls:

@@ -17,7 +17,8 @@ from fewstep.diffusion.paths import EDM, Path, RectifiedFlow, VariancePreserving
 from fewstep.diffusion.prediction import PredictionKind, convert
 from fewstep.diffusion.samplers import sample_few_step
 from fewstep.errors import UserError
-from fewstep.methods.dmd2 import DMD2, DMD2Settings, sample_statistics
+from fewstep.methods.dmd2 import DMD2, sample_statistics
+from fewstep.methods.dmd2_settings import DMD2Settings
 from fewstep.methods.options import SigmaSampling
 from fewstep.models.mixture import mixture_x0
 from fewstep.models.module import ModuleModel

@@ -18,7 +18,8 @@ from fewstep.config import MAY_CHANGE, fingerprint
 from fewstep.data.batches import Batch
 from fewstep.diffusion.draw import Draw
 from fewstep.errors import UserError
-from fewstep.methods.dmd2 import DMD2, DMD2Settings
+from fewstep.methods.dmd2 import DMD2
+from fewstep.methods.dmd2_settings import DMD2Settings
 from fewstep.models.dit import DiT, DiTNetwork
 from fewstep.models.model import Model
 from fewstep.models.module import ModuleModel

@@ -11,7 +11,8 @@ from torch import Tensor
 
 from fewstep.data.batches import Batch, ConditionBatches
 from fewstep.diffusion.draw import Draw
-from fewstep.methods.dmd2 import DMD2, DMD2Settings
+from fewstep.methods.dmd2 import DMD2
+from fewstep.methods.dmd2_settings import DMD2Settings
 from fewstep.methods.method import Method, PhaseLoss, SamplerSpec
 from fewstep.models.model import Model
 from fewstep.roles.optimizer import OptimizerSettings
