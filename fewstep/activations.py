@@ -62,7 +62,7 @@ class Kept:
 
         Args:
             recompute: activation checkpointing.
-            at_once: samples of the largest scoring call over those of the micro-batch.
+            at_once: samples of the largest call over those of the micro-batch.
             graphs: passes whose graphs are there together; with an adversarial head, that of the
                 network it looks into as well.
         """

@@ -27,7 +27,7 @@ from fewstep.memory import (
 from fewstep.models.model import Model, empty_network
 from fewstep.parallel.ranks import Ranks
 from fewstep.placement import groups_of, rollout_workers
-from fewstep.roles.role import DISCRIMINATOR, STUDENT, mark_trained
+from fewstep.roles.role import FAKE_SCORE, STUDENT, mark_trained
 from fewstep.roles.storage import Storage
 from fewstep.run import build_storage, resolve_recipe, seeded
 from fewstep.training.reduction import micro_batches
@@ -179,18 +179,21 @@ def spread_of(recipe: Recipe, ranks: int) -> Spread:
 
 
 def passes_of(recipe: Recipe) -> tuple[int, int]:
-    """Samples of the largest call without gradients over those of a micro-batch, and graphs.
+    """Samples of the largest call over those of a micro-batch, and micro-batches with graphs.
 
     Fused scoring calls once for fake score and teacher, with guidance for its two predictions; a
-    classifier is trained on real and made samples together, with R1 also on moved ones.
+    classifier is trained on real and made samples together, with R1 also on moved ones. Where the
+    fake score learns from them too, all have graphs, and so have those that it denoises.
     """
     at_once, method = 1, recipe.method
     if getattr(method, "score_batching", "separate") == "fused":
         at_once = 3 if getattr(method, "guidance", 1.0) != 1 else 2
-    adversarial = getattr(method, "adversarial", None)
-    if adversarial is None or DISCRIMINATOR not in recipe.roles:
+    if recipe.classifier is None:
         return at_once, 1
-    return max(at_once, 2 if adversarial.r1 is None else 3), 2
+    shown = 2 if recipe.classifier.r1 is None else 3
+    if recipe.classifier.trained_with == FAKE_SCORE:
+        return max(at_once, shown + 1), shown + 1
+    return max(at_once, shown), 2
 
 
 def samples_of(recipe: Recipe, ranks: int) -> int:

@@ -17,6 +17,7 @@ from pydantic import Field, ValidationError, field_validator, model_validator
 from fewstep.data.settings import DATA, BuiltInData, DataSettings
 from fewstep.errors import UserError
 from fewstep.methods import METHODS, MethodSettings
+from fewstep.methods.adversarial import AdversarialSettings
 from fewstep.methods.dmd2 import DMD2Settings
 from fewstep.models import FAMILIES, ModelSettings
 from fewstep.parallel.settings import LaunchSettings, ParallelSettings
@@ -144,8 +145,16 @@ class Recipe(Settings):
         method = self.method.build()
         optimizers = set(self.optimizers.by_role())
         needed = set(method.trained_roles)
+        head = getattr(self.method, "adversarial", None)
+        alone = head is not None and head.trained_with == DISCRIMINATOR
         # One that is turned off by its weight may keep its optimizer in the recipe.
-        idle = {DISCRIMINATOR} if getattr(self.method, "adversarial", None) is not None else set()
+        idle = {DISCRIMINATOR} if alone else set()
+        if head is not None and not alone and DISCRIMINATOR in optimizers:
+            raise ValueError(
+                f"optimizers.discriminator: method.adversarial.trained_with is "
+                f"{head.trained_with!r}, so optimizers.{head.trained_with} trains the classifier "
+                f"as well; leave it out, or give null"
+            )
         if not needed <= optimizers <= needed | idle:
             raise ValueError(
                 f"optimizers: method {method.name!r} trains {', '.join(method.trained_roles)}, "
@@ -168,7 +177,7 @@ class Recipe(Settings):
         if method.fake_updates_per_student == 0 and self.cycle != CycleSettings():
             raise ValueError(f"cycle: method {method.name!r} has no fake_score phases to arrange")
         if method.needs_data and self.data.name == "none":
-            what = f"method {method.name!r}" if not idle else "the classifier, method.adversarial,"
+            what = f"method {method.name!r}" if not head else "the classifier, method.adversarial,"
             raise ValueError(f"data.name: {what} trains on data; 'none' is given")
         self._check_adversarial()
         if self.cycle.warmup_cycles >= self.train.cycles:
@@ -192,7 +201,7 @@ class Recipe(Settings):
 
     def _check_adversarial(self) -> None:
         """What sharding does not know: derivatives of derivatives; FSDP1: graphs within graphs."""
-        if DISCRIMINATOR not in self.roles:
+        if self.classifier is None:
             return
         if self.parallel.kind == "fsdp1" and self.storage == "shared_base":
             raise ValueError(
@@ -200,14 +209,18 @@ class Recipe(Settings):
                 "base on which the student's own is still to come, as storage 'shared_base' needs; "
                 "use parallel.kind 'fsdp2', or storage 'independent'"
             )
-        adversarial = getattr(self.method, "adversarial", None)
-        exact = adversarial is not None and adversarial.r1 and adversarial.r1.kind == "exact"
-        if exact and self.parallel.kind in ("fsdp1", "fsdp2"):
+        r1 = self.classifier.r1
+        if r1 is not None and r1.kind == "exact" and self.parallel.kind in ("fsdp1", "fsdp2"):
             raise ValueError(
                 f"method.adversarial.r1.kind: 'exact' differentiates twice through the networks, "
                 f"which parallel.kind {self.parallel.kind!r} cannot; use 'approximate', or "
                 f"parallel.kind 'none' or 'ddp'"
             )
+
+    @property
+    def classifier(self) -> AdversarialSettings | None:
+        """The method's adversarial head, where it has one that is on."""
+        return self.method.classifier if isinstance(self.method, DMD2Settings) else None
 
     @property
     def roles(self) -> tuple[str, ...]:

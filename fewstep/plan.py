@@ -18,7 +18,7 @@ from fewstep.grouping import DRIVER, ROLLOUT, Groups, group_of, scoring_group
 from fewstep.methods.method import Method
 from fewstep.models.module import ModuleModel
 from fewstep.placement import groups_of, place, placement_table, rollout_workers
-from fewstep.roles.role import DISCRIMINATOR, STUDENT
+from fewstep.roles.role import STUDENT
 from fewstep.training.cycle import plan_cycle
 from fewstep.training.phase import PhaseRequest
 
@@ -216,7 +216,7 @@ def _phase(crew: _Crew, phase: PhaseRequest, phases: Sequence[PhaseRequest]) -> 
         takes = f"{older}{crew.tensors(phase.role)} from {ROLLOUT}"
     elif learns and first.hands_over and phase is not first:
         takes = f"{crew.tensors(phase.role)} from {first.name}"
-    if phase.role == DISCRIMINATOR:
+    if learns and phase.role in crew.method.trained_on_data:
         takes = f"data, {takes}"
     if phase.hands_over and not crew.workers:
         users = _short([other.name for other in sharing[1:] if other.role != STUDENT])

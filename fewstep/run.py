@@ -26,7 +26,6 @@ from fewstep.data.conditions import Conditions, conditions_in_turn, label_condit
 from fewstep.data.dataset import Dataset
 from fewstep.data.items import Items, JoinedItems
 from fewstep.errors import UserError
-from fewstep.methods.dmd2 import DMD2Settings
 from fewstep.methods.method import Method, SamplerSpec
 from fewstep.models import ModelSettings
 from fewstep.models.model import (
@@ -398,24 +397,24 @@ def build_storage(
     recipe: Recipe, model: Model, teacher: nn.Module, roles: Sequence[str]
 ) -> Storage:
     """The physical networks that some roles of a run need."""
-    head = build_head(recipe, model, teacher) if DISCRIMINATOR in roles else None
+    owner = recipe.classifier.trained_with if recipe.classifier is not None else None
+    head = build_head(recipe, model, teacher) if owner in roles else None
     denoisers = [role for role in roles if role != DISCRIMINATOR]
     if recipe.lora is None:
         storage: Storage = build_independent(model, teacher, denoisers)
     else:
         adapters = [role for role in denoisers if role != "teacher_score"]
         storage = build_shared_base(model, teacher, adapters, recipe.lora)
-    if head is not None:
-        storage.add_head(DISCRIMINATOR, head)
+    if head is not None and owner is not None:
+        storage.add_head(DISCRIMINATOR, head, owner)
     return storage
 
 
 def build_head(recipe: Recipe, model: Model, teacher: nn.Module) -> nn.Module:
     """The classifier of a run's adversarial head, the same whatever roles live beside it."""
-    assert isinstance(recipe.method, DMD2Settings)
-    assert recipe.method.adversarial is not None
+    assert recipe.classifier is not None
     with seeded(recipe.seed, DISCRIMINATOR):
-        return recipe.method.adversarial.build_head(model, teacher).eval()
+        return recipe.classifier.build_head(model, teacher).eval()
 
 
 def items_for(recipe: Recipe, model: Model, given: Items | None) -> Items | None:

@@ -107,6 +107,24 @@ def test_a_rank_alone_keeps_just_what_is_counted(make_recipe, storage, dtype) ->
     assert counted.units == counted.communication == counted.main_memory == 0
 
 
+def test_a_classifier_counts_for_the_role_that_it_is_trained_with(make_recipe, storage) -> None:
+    def counted(trained_with: str, optimizer: dict[str, float] | None) -> RankMemory:
+        head = {"trained_with": trained_with, "r1": {"weight": 1.0}}
+        changes = {"method.adversarial": head, "optimizers.discriminator": optimizer}
+        changes |= {"data.name": "custom", "storage": storage}
+        return Estimator(resolve_recipe(make_recipe("dmd2", changes))).on(1)
+
+    alone, joint = counted("discriminator", {"lr": 0.01}), counted("fake_score", None)
+    assert joint.trained == alone.trained
+    assert joint.optimizer == alone.optimizer
+    # The fake score is as large as the student; now the head is trained together with it.
+    student = Estimator(resolve_recipe(make_recipe("dmd2", {"storage": storage}))).on(1)
+    head = alone.trained - student.trained
+    assert joint.gradients == student.gradients + head
+    # Denoised, real, made and moved samples have graphs together.
+    assert joint.activations > alone.activations
+
+
 def saved_bytes(model: Model, network: nn.Module, samples: int, inside: nn.Module) -> int:
     """Bytes that a real forward pass keeps, weights aside."""
     weights = {t.untyped_storage().data_ptr() for t in (*inside.parameters(), *inside.buffers())}

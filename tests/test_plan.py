@@ -133,6 +133,24 @@ def test_the_discriminator_follows_the_fake_score_and_sees_data_too(steps: Steps
     assert found[-2].takes == f"{given} from critic"
 
 
+def test_a_classifier_that_is_trained_with_the_fake_score_has_no_phases(steps: Steps) -> None:
+    joint = {
+        **ADVERSARIAL,
+        "method.adversarial": {"trained_with": "fake_score"},
+        "optimizers.discriminator": None,
+    }
+    assert steps(joint)[:3] == [
+        Step("student", "trainer", "student", "its own samples"),
+        Step("fake_score/0", "trainer", "fake_score", "data, its own samples"),
+        Step("fake_score/1", "trainer", "fake_score", "data, its own samples"),
+    ]
+    found = steps({**joint, **TWO})
+    judged = next(step for step in found if step.name == "fake_score/0")
+    assert judged == Step("fake_score/0", "critic", "fake_score", "data, x0 from rollout")
+    given = "direction, nonfinite_entries, adversarial_gradient, adversarial_loss"
+    assert found[-2].takes == f"{given} from critic"
+
+
 def test_the_discriminator_lives_with_the_scores(make_recipe: Callable[..., Recipe]) -> None:
     groups = {**SPLIT, "actor": [*SPLIT["actor"], "discriminator"]}
     with pytest.raises(UserError, match="they score the samples together, so put them into one"):

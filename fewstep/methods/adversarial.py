@@ -3,16 +3,19 @@
 A classifier tells real samples from the student's, both noised, by features of a score network. The
 student is also trained to deceive it: unlike the scores, it has seen the data, so that the student
 may become better than its teacher.
+
+The classifier is a role of its own, or, as in DMD2's code, trained as one with the fake score.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Annotated, Literal, final
 
 import torch
-from pydantic import Field
+from pydantic import Field, model_validator
 from torch import Tensor, nn
 
 from fewstep.data.batches import Batch
@@ -25,12 +28,13 @@ from fewstep.diffusion.gan import (
     generator_loss,
     linear_surrogate,
 )
+from fewstep.diffusion.prediction import Prediction
 from fewstep.methods.method import PhaseLoss
 from fewstep.methods.options import SigmaSampling
 from fewstep.models.block_features import feature_widths
 from fewstep.models.classifier import ClassifierHead
 from fewstep.models.model import Condition, Model
-from fewstep.roles.role import DISCRIMINATOR, TEACHER_SCORE, Roles
+from fewstep.roles.role import DISCRIMINATOR, FAKE_SCORE, TEACHER_SCORE, Roles
 from fewstep.settings import Settings
 
 Positive = Annotated[float, Field(gt=0)]
@@ -56,7 +60,13 @@ class AdversarialSettings(Settings):
     generator_weight: Annotated[float, Field(ge=0)] = Field(
         3e-3, description="of the student's adversarial loss; 0: all of this is off"
     )
-    classifier_weight: Positive = Field(1e-2, description="of the discriminator's own loss")
+    classifier_weight: Positive = Field(1e-2, description="of the classifier's own loss")
+    trained_with: Literal["discriminator", "fake_score"] = Field(
+        "discriminator",
+        description="discriminator: a role of its own, with phases and an optimizer; fake_score: "
+        "as a part of that role, by a loss that is added to the fake score's and shapes its "
+        "features too",
+    )
     features_from: Literal["fake_score", "teacher_score"] = Field(
         "fake_score", description="the role whose network the classifier looks into"
     )
@@ -70,6 +80,23 @@ class AdversarialSettings(Settings):
         SigmaSampling(), description="noise levels at which samples are classified"
     )
     r1: R1Settings | None = Field(None, description="null: none, as in DMD2")
+
+    @model_validator(mode="after")
+    def _check(self) -> AdversarialSettings:
+        if self.trained_with != FAKE_SCORE:
+            return self
+        if self.features_from != FAKE_SCORE:
+            raise ValueError(
+                f"features_from is {self.features_from!r}, but trained_with is 'fake_score', whose "
+                f"features are to learn from the classifier; use features_from 'fake_score', or "
+                f"trained_with 'discriminator'"
+            )
+        if self.r1 is not None and self.r1.kind == "exact":
+            raise ValueError(
+                "r1.kind is 'exact', whose gradient is with respect to the classifier alone, but "
+                "trained_with is 'fake_score', whose network is to learn as well; use 'approximate'"
+            )
+        return self
 
     def build_head(self, model: Model, teacher: nn.Module) -> ClassifierHead:
         """A classifier with fresh weights, from the global generator.
@@ -86,12 +113,35 @@ class AdversarialSettings(Settings):
 
 
 @final
+@dataclass(frozen=True)
+class Shown:
+    """What the classifier learns from: parts of B samples, of the same conditions and levels.
+
+    Attributes:
+        parts: 2: real samples, then made ones; 3: then the real ones again, moved a little.
+        x: all of them, noised [parts * B, ...].
+        sigma: their levels [parts * B].
+        condition: entries [parts * B, ...].
+    """
+
+    parts: int
+    x: Tensor
+    sigma: Tensor
+    condition: Condition
+
+
+@final
 class Adversary:
     """What the classifier says of the student's samples, and how it learns to."""
 
     def __init__(self, settings: AdversarialSettings) -> None:
         """`settings`: of the recipe; with a generator_weight above 0."""
         self.settings = settings
+
+    @property
+    def trained_by(self) -> str:
+        """The role in whose phases the classifier learns."""
+        return self.settings.trained_with
 
     def generator_term(
         self, roles: Roles, x0: Tensor, batch: Batch, draw: Draw
@@ -134,45 +184,82 @@ class Adversary:
         """Real against made samples of the same condition, at the same levels.
 
         Args:
-            roles: the classifier, and the one that it looks into.
+            roles: the classifier, and the one that it looks into, which learns nothing.
             x0: detached student samples [B, ...].
             batch: whose they are, and real ones.
             draw: random numbers of the phase.
         """
+        s, shown = self.settings, self._show(roles, x0, batch, draw, "sigma")
+        with torch.no_grad(), roles.use_features(s.features_from, s.blocks) as features:
+            tokens = features(shown.x, shown.sigma, shown.condition)
+        losses, metrics = self._judge(roles, tokens, shown.parts)
+        if s.r1 is not None and s.r1.kind == "exact":
+            real, sigma = shown.x[: len(x0)], shown.sigma[: len(x0)]
+            metrics["r1"] = self._exact_r1(roles, real, sigma, batch.condition)
+            losses = losses + s.r1.weight * metrics["r1"]
+        return self._weighted(losses, metrics)
+
+    def predict_and_classify(
+        self, roles: Roles, x: Tensor, sigma: Tensor, x0: Tensor, batch: Batch, draw: Draw
+    ) -> tuple[Prediction, PhaseLoss]:
+        """The fake score's prediction at an input, and the classifier's loss, which it shares.
+
+        One network call gives both: a sharded network is gathered once.
+
+        Args:
+            roles: classifier and fake score, both of which learn.
+            x: the input [B, ...].
+            sigma: its levels [B].
+            x0: detached student samples [B, ...].
+            batch: whose they are, and real ones.
+            draw: random numbers of the phase.
+        """
+        shown, count = self._show(roles, x0, batch, draw, "adversarial_sigma"), len(x)
+        inputs, levels = torch.cat([x, shown.x]), torch.cat([sigma, shown.sigma])
+        condition = {k: torch.cat([v, shown.condition[k]]) for k, v in batch.condition.items()}
+        with roles.use_features(FAKE_SCORE, self.settings.blocks, in_training=True) as features:
+            both, tokens = features.predict(inputs, levels, condition)
+        prediction = replace(both, output=both.output[:count], x=x, sigma=sigma)
+        losses, metrics = self._judge(roles, [each[count:] for each in tokens], shown.parts)
+        return prediction, self._weighted(losses, metrics)
+
+    def _show(self, roles: Roles, x0: Tensor, batch: Batch, draw: Draw, levels: str) -> Shown:
+        """Noise real and made samples; `levels`: the stream of their sigmas."""
         if batch.x0 is None:
             raise ValueError("the adversarial head is trained on data: the batch has none")
         ids, s, shape, dtype = batch.sample_ids, self.settings, x0.shape[1:], x0.dtype
-        sigma = s.sigmas.sample(draw, ids, dtype)
+        sigma = s.sigmas.sample(draw, ids, dtype, levels)
         noise = {key: draw.normal(key, ids, shape, dtype) for key in ("eps_real", "eps_fake")}
         real = roles.model.path.add_noise(batch.x0, noise["eps_real"], sigma)
         fake = roles.model.path.add_noise(x0.detach(), noise["eps_fake"], sigma)
         inputs = [real, fake]
-        approximate = s.r1 is not None and s.r1.kind == "approximate"
-        if s.r1 is not None and approximate:
+        if s.r1 is not None and s.r1.kind == "approximate":
             # The very input that the classifier sees as real, and its level, but for delta.
             inputs.append(real + s.r1.std * draw.normal("r1_delta", ids, shape, dtype))
         parts = len(inputs)
         condition = {key: torch.cat([value] * parts) for key, value in batch.condition.items()}
-        with torch.no_grad(), roles.use_features(s.features_from, s.blocks) as features:
-            tokens = features(torch.cat(inputs), torch.cat([sigma] * parts), condition)
+        return Shown(parts, torch.cat(inputs), torch.cat([sigma] * parts), condition)
+
+    def _judge(
+        self, roles: Roles, tokens: Sequence[Tensor], parts: int
+    ) -> tuple[Tensor, dict[str, Tensor]]:
+        """The classifier's losses [B] by the tokens of what is shown, and what to log."""
         logits = self._classify(roles, tokens, in_training=True).chunk(parts)
-        loss = classifier_loss(logits[0], logits[1])
+        losses = classifier_loss(logits[0], logits[1])
         metrics = {
-            "classifier_loss": loss,
+            "classifier_loss": losses,
             "logit_real": logits[0],
             "logit_fake": logits[1],
             "accuracy": accuracy(logits[0], logits[1]),
         }
-        if s.r1 is not None:
-            r1 = (
-                approximate_r1(logits[0], logits[2])
-                if approximate
-                else self._exact_r1(roles, real, sigma, batch.condition)
-            )
-            loss = loss + s.r1.weight * r1
-            metrics["r1"] = r1
+        if self.settings.r1 is not None and parts == 3:
+            metrics["r1"] = approximate_r1(logits[0], logits[2])
+            losses = losses + self.settings.r1.weight * metrics["r1"]
+        return losses, metrics
+
+    def _weighted(self, losses: Tensor, metrics: dict[str, Tensor]) -> PhaseLoss:
         means = {key: value.detach().mean() for key, value in metrics.items()}
-        return PhaseLoss(s.classifier_weight * loss.mean(), means)
+        return PhaseLoss(self.settings.classifier_weight * losses.mean(), means)
 
     def _exact_r1(self, roles: Roles, x: Tensor, sigma: Tensor, condition: Condition) -> Tensor:
         classify = partial(self._classify, roles, in_training=True)

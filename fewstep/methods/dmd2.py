@@ -103,6 +103,12 @@ class DMD2Settings(Settings):
         """The student's sigmas: the only grid that training, sampling and export use."""
         return self.sigmas if self.sigmas is not None else few_step_grid(self.steps, self.shift)
 
+    @property
+    def classifier(self) -> AdversarialSettings | None:
+        """The adversarial head, where there is one and its weight does not turn it off."""
+        head = self.adversarial
+        return head if head is not None and head.generator_weight > 0 else None
+
     def resolved(self) -> DMD2Settings:
         """These settings with the grid written out, as they are stored."""
         return self.model_copy(update={"sigmas": self.grid})
@@ -152,7 +158,7 @@ class Target:
 class DMD2(Method):
     """Student phases follow the direction; fake_score phases denoise the student's samples.
 
-    With the adversarial head, discriminator phases classify them.
+    With the adversarial head, discriminator phases classify them, or the fake_score phases do.
     """
 
     name: ClassVar[str] = "dmd2"
@@ -161,10 +167,11 @@ class DMD2(Method):
         """`settings`: the recipe's `method` section."""
         self.settings = settings
         self.sigmas = settings.grid
-        adversarial = settings.adversarial
-        weighs = adversarial is not None and adversarial.generator_weight > 0
-        self.adversary = Adversary(adversarial) if adversarial is not None and weighs else None
-        self._head = (DISCRIMINATOR,) if self.adversary is not None else ()
+        classifier = settings.classifier
+        self.adversary = Adversary(classifier) if classifier is not None else None
+        # Where it is trained with the fake score, it is a part of that role.
+        self.joint = self.adversary is not None and self.adversary.trained_by == FAKE_SCORE
+        self._head = (DISCRIMINATOR,) if self.adversary is not None and not self.joint else ()
 
     @property
     def roles(self) -> tuple[str, ...]:
@@ -180,6 +187,11 @@ class DMD2(Method):
     def needs_data(self) -> bool:
         """See `Method.needs_data`: for the classifier alone."""
         return self.adversary is not None
+
+    @property
+    def trained_on_data(self) -> tuple[str, ...]:
+        """See `Method.trained_on_data`."""
+        return (self.adversary.trained_by,) if self.adversary is not None else ()
 
     @property
     def scored_by(self) -> Mapping[str, tuple[str, ...]]:
@@ -363,15 +375,26 @@ class DMD2(Method):
         )
 
     def fake_score_loss(self, roles: Roles, x0: Tensor, batch: Batch, draw: Draw) -> PhaseLoss:
-        """Denoising of detached student samples (DMD, eq. 6), at sigmas of its own."""
+        """Denoising of detached student samples (DMD, eq. 6), at sigmas of its own.
+
+        And the classifier's loss, where that is trained with the fake score.
+        """
         x0 = x0.detach()
         eps = draw.normal("eps", batch.sample_ids, x0.shape[1:], x0.dtype)
         sigma = self.settings.fake_sigmas.sample(draw, batch.sample_ids, x0.dtype)
-        with roles.use(FAKE_SCORE) as fake_score:
-            x = roles.model.path.add_noise(x0, eps, sigma)
-            prediction = fake_score(x, sigma, batch.condition)
+        x = roles.model.path.add_noise(x0, eps, sigma)
+        judged = None
+        if self.adversary is not None and self.joint:
+            predict = self.adversary.predict_and_classify
+            prediction, judged = predict(roles, x, sigma, x0, batch, draw)
+        else:
+            with roles.use(FAKE_SCORE) as fake_score:
+                prediction = fake_score(x, sigma, batch.condition)
         loss = denoising_loss(prediction, x0, eps, self.settings.fake_weighting).mean()
-        return PhaseLoss(loss, outputs={"x0": x0})
+        if judged is None:
+            return PhaseLoss(loss, outputs={"x0": x0})
+        metrics = {"denoising_loss": loss.detach(), **judged.metrics}
+        return PhaseLoss(loss + judged.loss, metrics, outputs={"x0": x0})
 
 
 def sample_statistics(x0: Tensor) -> dict[str, Tensor]:

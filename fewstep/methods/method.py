@@ -121,6 +121,11 @@ class Method(ABC):
         """Whether batches must hold clean data."""
 
     @property
+    def trained_on_data(self) -> tuple[str, ...]:
+        """The trained roles whose phases look at clean data; by default all, or none."""
+        return self.trained_roles if self.needs_data else ()
+
+    @property
     def scored_by(self) -> Mapping[str, tuple[str, ...]]:
         """Trained role -> roles that score its samples, all at once, perhaps in another group."""
         return {}

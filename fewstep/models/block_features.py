@@ -11,6 +11,7 @@ from typing import Any, final
 import torch
 from torch import Tensor, nn
 
+from fewstep.diffusion.prediction import Prediction
 from fewstep.errors import UserError
 from fewstep.models.model import Condition, Denoiser, Model, pretrained
 
@@ -36,11 +37,19 @@ class FeatureExtractor:
             sigma: exact level, [B] or [].
             condition: entries [B, ...].
         """
+        return self.predict(x, sigma, condition)[1]
+
+    def predict(
+        self, x: Tensor, sigma: Tensor, condition: Condition
+    ) -> tuple[Prediction, list[Tensor]]:
+        """The same call; its prediction, and the tokens."""
         with captured(self.blocks) as found:
-            output = self.denoiser(x, sigma, condition).output
-        model = self.denoiser.model
+            prediction = self.denoiser(x, sigma, condition)
+        model, output = self.denoiser.model, prediction.output
         tokens = [model.block_features(found[name]).to(x.dtype) for name in self.blocks]
-        return list(_Tied.apply(output, *tokens)) if output.requires_grad else tokens  # type: ignore[no-untyped-call]
+        if output.requires_grad:
+            tokens = list(_Tied.apply(output, *tokens))  # type: ignore[no-untyped-call]
+        return prediction, tokens
 
 
 class _Tied(torch.autograd.Function):

@@ -6,8 +6,8 @@ Both are ZeRO-3 (Rajbhandari et al., arXiv 1910.02054); FSDP1 is described in ar
 from __future__ import annotations
 
 import warnings
-from collections.abc import Sequence
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Iterator, Sequence
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from typing import Any, cast, final
 
 import torch
@@ -107,8 +107,9 @@ class FullySharded2(Sharding):
 
     def accumulating(self, storage: Storage, role: str, last: bool) -> AbstractContextManager[None]:
         """See `Sharding.accumulating`."""
-        network = cast(FSDPModule, storage.networks[storage.network_of(role)])
-        network.set_requires_gradient_sync(last or self._each)
+        for called in storage.called_for(role):
+            network = cast(FSDPModule, storage.networks[storage.network_of(called)])
+            network.set_requires_gradient_sync(last or self._each)
         return nullcontext()
 
     def local(self, tensors: Sequence[Tensor]) -> list[Tensor]:
@@ -195,13 +196,16 @@ class FullySharded1(Sharding):
 
     def wrap(self, storage: Storage, roles: Sequence[str], trained: Sequence[str]) -> None:
         """See `Sharding.wrap`."""
-        for role in roles:
-            storage.wrap(role, self._roots[storage.network_of(role)])
+        for called in (*roles, *storage.heads):
+            storage.wrap(called, self._roots[storage.network_of(called)])
 
-    def accumulating(self, storage: Storage, role: str, last: bool) -> AbstractContextManager[None]:
+    @contextmanager
+    def accumulating(self, storage: Storage, role: str, last: bool) -> Iterator[None]:
         """See `Sharding.accumulating`."""
-        root = self._roots[storage.network_of(role)]
-        return nullcontext() if last or self._each else root.no_sync()
+        with ExitStack() as contexts:
+            for called in () if last or self._each else storage.called_for(role):
+                contexts.enter_context(self._roots[storage.network_of(called)].no_sync())
+            yield
 
     def aligned(
         self, source: Sequence[Tensor], target: Sequence[Tensor]

@@ -233,7 +233,7 @@ def held_tensors(roles: Roles, sharding: Sharding) -> list[Tensor]:
     """
     storage = roles.storage
     # FSDP1 keeps the weights outside of blocks in a wrapper around the network.
-    tops = [*storage.networks.values(), *map(storage.module, roles)]
+    tops = [*storage.networks.values(), *map(storage.module, (*roles, *storage.heads))]
     modules = {id(m): m for top in tops for m in top.modules()}.values()
     found = [t for m in modules for t in _own_tensors(m)]
     gradients = [t.grad for t in found if t.is_leaf and t.grad is not None]

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Mapping, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Callable, Container, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from typing import final
 
 import torch
@@ -118,22 +118,28 @@ class DistributedData(Sharding):
     def wrap(self, storage: Storage, roles: Sequence[str], trained: Sequence[str]) -> None:
         """See `Sharding.wrap`."""
         for role in trained:
-            network = storage.networks[storage.network_of(role)]
-            own = storage.parameters(role)
-            # On a shared base, the other roles' adapters and the base are none of its business;
-            # buffers are the same everywhere.
-            others = [key for key, _ in network.named_parameters() if key not in own]
-            others += [key for key, _ in network.named_buffers()]
-            ignore = nn.parallel.DistributedDataParallel._set_params_and_buffers_to_ignore_for_model
-            ignore(  # type: ignore[no-untyped-call]
-                network, others
-            )
-            self._wrapped[role] = nn.parallel.DistributedDataParallel(network)
-            storage.wrap(role, self._wrapped[role], only_in_training=True)
+            own = {id(parameter) for parameter in storage.parameters(role).values()}
+            for called in storage.called_for(role):
+                self._wrap(storage, called, own)
 
-    def accumulating(self, storage: Storage, role: str, last: bool) -> AbstractContextManager[None]:
+    def _wrap(self, storage: Storage, called: str, own: Container[int]) -> None:
+        network = storage.networks[storage.network_of(called)]
+        # On a shared base, the other roles' adapters and the base are none of its business;
+        # buffers are the same everywhere.
+        others = [key for key, p in network.named_parameters() if id(p) not in own]
+        others += [key for key, _ in network.named_buffers()]
+        ignore = nn.parallel.DistributedDataParallel._set_params_and_buffers_to_ignore_for_model
+        ignore(network, others)  # type: ignore[no-untyped-call]
+        self._wrapped[called] = nn.parallel.DistributedDataParallel(network)
+        storage.wrap(called, self._wrapped[called], only_in_training=True)
+
+    @contextmanager
+    def accumulating(self, storage: Storage, role: str, last: bool) -> Iterator[None]:
         """See `Sharding.accumulating`."""
-        return nullcontext() if last else self._wrapped[role].no_sync()
+        with ExitStack() as contexts:
+            for called in () if last else storage.called_for(role):
+                contexts.enter_context(self._wrapped[called].no_sync())
+            yield
 
 
 def build_sharding(

@@ -193,30 +193,35 @@ class Roles(Mapping[str, Role]):
             yield one
 
     @contextmanager
-    def use_features(self, name: str, blocks: Sequence[str] | None) -> Iterator[FeatureExtractor]:
+    def use_features(
+        self, name: str, blocks: Sequence[str] | None, in_training: bool = False
+    ) -> Iterator[FeatureExtractor]:
         """Put a role in force for the block, to look at what blocks of its network give. Nests.
 
         Where the caller has gradients enabled, they reach the network's input, of a frozen role
-        too: take them by `torch.autograd.grad`, for that input alone, within the block. No backward
-        pass to the role's parameters may follow.
+        too. Without `in_training`, take them by `torch.autograd.grad`, for that input alone, within
+        the block.
 
         Args:
             name: the role.
             blocks: names of blocks; None: the one in the middle.
+            in_training: whether a backward pass to the role's parameters follows, as after `use`.
 
         Raises:
             UserError: for a block that does not exist.
         """
         network = self.storage.networks[self.storage.network_of(name)]
         chosen = select_blocks(self.model, network, blocks)
-        module = self.storage.module(name, in_training=False)
+        module = self.storage.module(name, in_training)
         with self._in_force(name, module, gradients=True) as denoiser:
             yield FeatureExtractor(denoiser, chosen)
 
     def head(self, name: str, in_training: bool) -> nn.Module:
-        """The network of a role that is no denoiser, ready to call.
+        """A network that is no denoiser, ready to call.
 
-        `in_training`: whether a backward pass to its parameters follows.
+        Args:
+            name: of the network, whichever role its weights belong to.
+            in_training: whether a backward pass to its parameters follows.
         """
         return self.storage.module(name, in_training)
 

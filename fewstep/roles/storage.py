@@ -48,14 +48,14 @@ class Storage(ABC):
     """Each physical network once, by name."""
     tensors: dict[str, dict[str, Tensor]]
     """What each network holds: parameters and persistent buffers, by name."""
-    heads: frozenset[str]
-    """Networks that are no denoisers, each of one role whose name it bears."""
+    heads: dict[str, str]
+    """Networks that are no denoisers, by name: the role whose weights they hold."""
 
     def __init__(self, networks: Mapping[str, nn.Module]) -> None:
         """`networks`: name -> network, each a module of its own."""
         self.networks = dict(networks)
         self.tensors = {}
-        self.heads: frozenset[str] = frozenset()
+        self.heads = {}
         self._wrapped: dict[str, nn.Module] = {}
         self._in_training: dict[str, nn.Module] = {}
         for name, network in self.networks.items():
@@ -65,35 +65,54 @@ class Storage(ABC):
         """Say which tensors a network holds now, where its own have been replaced by others."""
         self.tensors[network] = dict(tensors)
 
-    def add_head(self, role: str, network: nn.Module) -> None:
-        """Add a network that is no denoiser, for one role alone."""
-        self.heads |= {role}
-        self.networks[role] = network
-        self.bind(role, network.state_dict(keep_vars=True))
+    def add_head(self, name: str, network: nn.Module, role: str) -> None:
+        """Add a network that is no denoiser.
 
-    def wrap(self, role: str, module: nn.Module, only_in_training: bool = False) -> None:
-        """Let a role's network be called through another module, which is in eval mode.
+        Args:
+            name: of the network.
+            network: plain, not in `networks` yet.
+            role: whose weights it holds: one of its own, of the same name, or a denoiser's.
+        """
+        self.heads[name] = role
+        self.networks[name] = network
+        self.bind(name, network.state_dict(keep_vars=True))
+
+    def wrap(self, called: str, module: nn.Module, only_in_training: bool = False) -> None:
+        """Let a role's network, or a head, be called through another module, in eval mode.
 
         `only_in_training`: where gradients of its parameters may be wanted, and not else.
         """
         wrapped = self._in_training if only_in_training else self._wrapped
-        wrapped[role] = module.eval()
+        wrapped[called] = module.eval()
 
-    def module(self, role: str, in_training: bool = True) -> nn.Module:
-        """The module to call for a role.
+    def module(self, called: str, in_training: bool = True) -> nn.Module:
+        """The module to call for a role, or for a head.
 
-        `in_training`: whether a backward pass to the role's parameters may follow.
+        `in_training`: whether a backward pass to its parameters may follow.
         """
-        found = self._in_training.get(role) if in_training else None
-        return found or self._wrapped.get(role) or self.networks[self.network_of(role)]
+        found = self._in_training.get(called) if in_training else None
+        return found or self._wrapped.get(called) or self.networks[self.network_of(called)]
+
+    def called_for(self, role: str) -> tuple[str, ...]:
+        """What `module` knows of a role: itself, and the heads that hold weights of it."""
+        return (role, *(head for head, of in self.heads.items() if of == role != head))
 
     @abstractmethod
-    def network_of(self, role: str) -> str:
-        """Name of the network that holds the role's weights."""
+    def network_of(self, called: str) -> str:
+        """Name of the network that is called for a role, or of a head: its own."""
 
     @abstractmethod
+    def _parameters_in_network(self, role: str) -> dict[str, nn.Parameter]:
+        """Those of `parameters` that are in the role's own network."""
+
     def parameters(self, role: str) -> dict[str, nn.Parameter]:
-        """The tensors that belong to the role alone, by name."""
+        """The tensors that belong to the role alone, by name; those of its heads follow."""
+        found = self._parameters_in_network(role)
+        for head in self.called_for(role)[1:]:
+            for key, parameter in self._all_parameters(head).items():
+                # No module has an empty name: no parameter of the network itself is called so.
+                found[f"{head}..{key}"] = parameter
+        return found
 
     def _all_parameters(self, network: str) -> dict[str, nn.Parameter]:
         """All of a network's parameters; one that has several names goes by its first."""
@@ -133,11 +152,11 @@ class Independent(Storage):
 
     kind: StorageKind = "independent"
 
-    def network_of(self, role: str) -> str:
-        """The role's own."""
-        return role
+    def network_of(self, called: str) -> str:
+        """The role's own, or the head."""
+        return called
 
-    def parameters(self, role: str) -> dict[str, nn.Parameter]:
+    def _parameters_in_network(self, role: str) -> dict[str, nn.Parameter]:
         """All of the network's."""
         return self._all_parameters(role)
 
@@ -200,11 +219,11 @@ class SharedBase(Storage):
                     parameter.requires_grad_(True)
         self.activate(None)
 
-    def network_of(self, role: str) -> str:
+    def network_of(self, called: str) -> str:
         """The base, whatever the role, but for a head."""
-        return role if role in self.heads else "base"
+        return called if called in self.heads else "base"
 
-    def parameters(self, role: str) -> dict[str, nn.Parameter]:
+    def _parameters_in_network(self, role: str) -> dict[str, nn.Parameter]:
         """The role's adapter tensors; the base's own for the teacher; a head's own."""
         if role in self.heads:
             return self._all_parameters(role)

@@ -220,7 +220,9 @@ class LoggingHook:
         fake = [r for r in results if r.request.role == FAKE_SCORE]
         if fake:
             # Before its first update of the cycle, on samples it has not seen: how far it lags.
-            values["fake_score_loss_on_fresh_samples"] = fake[0].metrics["loss"]
+            # Without the loss of a classifier that is trained with it.
+            first = fake[0].metrics
+            values["fake_score_loss_on_fresh_samples"] = first.get("denoising_loss", first["loss"])
         if updates.get(FAKE_SCORE):
             done = updates.get(STUDENT, 0)
             values["student_updates_per_fake_update"] = done / updates[FAKE_SCORE]

@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from typing import Any
 
 import pytest
 import torch
+from heads import ON, MakeWorker
 from torch import Tensor, nn
 
 from fewstep.data.batches import Batch
+from fewstep.data.dataset import Dataset
 from fewstep.models.dit import DiT, DiTNetwork
 from fewstep.models.mixture import MixtureSettings
 from fewstep.models.model import Condition, Model
@@ -17,6 +20,8 @@ from fewstep.parallel.sharding import Replicated, spread
 from fewstep.roles.optimizer import OptimizerSettings
 from fewstep.roles.role import FAKE_SCORE, STUDENT, TEACHER_SCORE, Roles
 from fewstep.roles.storage import LoraSettings, Storage, build_independent, build_shared_base
+from fewstep.run import build_worker, load_weights
+from fewstep.training.worker import Worker
 
 TRAINED = {STUDENT: OptimizerSettings(lr=1e-3), FAKE_SCORE: OptimizerSettings(lr=1e-3)}
 ROLES = (STUDENT, FAKE_SCORE, TEACHER_SCORE)
@@ -107,3 +112,25 @@ def make_batch() -> Callable[..., Batch]:
         return Batch(torch.arange(count), model.example_condition(count))
 
     return build
+
+
+@pytest.fixture
+def make_worker(make_recipe: Callable[..., Any], ten_images: Dataset) -> MakeWorker:
+    """A worker of a tiny recipe, all of whose trained roles have moved a little."""
+
+    def make(storage: str = "independent", *changes: Mapping[str, Any]) -> Worker:
+        merged = {**ON, "storage": storage}
+        for change in changes:
+            merged |= change
+        recipe = make_recipe("dmd2", merged)
+        model = recipe.model.build()
+        worker = build_worker(recipe, model, ten_images, load_weights(recipe, model))
+        generator = torch.Generator().manual_seed(5)
+        with torch.no_grad():
+            for name in worker.method.trained_roles:
+                for parameter in worker.roles[name].tensors:
+                    noise = torch.randn(parameter.shape, generator=generator, dtype=torch.float64)
+                    parameter.add_(0.2 * noise)
+        return worker
+
+    return make

@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from heads import ON, OPTIMIZER, MakeWorker, gradients, phase_loss, spying
 from torch import Tensor, nn
 
 import fewstep
@@ -18,79 +18,13 @@ from fewstep.diffusion.draw import Draw
 from fewstep.errors import UserError
 from fewstep.methods.adversarial import Adversary
 from fewstep.methods.dmd2 import DMD2
-from fewstep.models.model import Condition, Model
 from fewstep.run import build_worker, load_weights
 from fewstep.training.cycle import plan_cycle
 from fewstep.training.loop import StopRequest, run_cycle
-from fewstep.training.worker import Worker
 
-OPTIMIZER = {"lr": 0.01, "betas": [0.5, 0.9], "clip_norm": 1.0}
-ON: dict[str, Any] = {
-    "method.adversarial": {"generator_weight": 0.5, "classifier_weight": 1.0},
-    "optimizers.discriminator": OPTIMIZER,
-    "data.name": "custom",
-    "runtime.dtype": "float64",
-    "method.guidance": 1.0,
-}
 R1 = {"method.adversarial.r1": {"weight": 2.0, "std": 0.1}}
 EXACT = {"method.adversarial.r1": {"weight": 2.0, "kind": "exact"}}
 TEACHER = {"method.adversarial.features_from": "teacher_score"}
-MakeWorker = Callable[..., Worker]
-
-
-@pytest.fixture
-def make_worker(make_recipe: Callable[..., Any], ten_images: Dataset) -> MakeWorker:
-    """A worker of a tiny recipe, all of whose trained roles have moved a little."""
-
-    def make(storage: str = "independent", *changes: Mapping[str, Any]) -> Worker:
-        merged = {**ON, "storage": storage}
-        for change in changes:
-            merged |= change
-        recipe = make_recipe("dmd2", merged)
-        model = recipe.model.build()
-        worker = build_worker(recipe, model, ten_images, load_weights(recipe, model))
-        generator = torch.Generator().manual_seed(5)
-        with torch.no_grad():
-            for name in worker.method.trained_roles:
-                for parameter in worker.roles[name].tensors:
-                    noise = torch.randn(parameter.shape, generator=generator, dtype=torch.float64)
-                    parameter.add_(0.2 * noise)
-        return worker
-
-    return make
-
-
-def phase_loss(worker: Worker, role: str, external: Mapping[str, Tensor] | None = None) -> Any:
-    """The loss of one phase of a role, and its gradients, in the role's own place."""
-    draw = Draw(3, 1, role)
-    batch = worker.batches.batch(draw, 4)
-    with worker.roles.use(role):
-        loss = worker.method.phase_loss(role, worker.roles, batch, draw, draw, external or {})
-        torch.autograd.backward(loss.loss)
-    return loss
-
-
-def gradients(worker: Worker, role: str) -> dict[str, Tensor]:
-    return {
-        k: p.grad.clone() for k, p in worker.roles[role].parameters.items() if p.grad is not None
-    }
-
-
-@contextmanager
-def spying(model: Model) -> Iterator[list[tuple[Tensor, Tensor]]]:
-    """Inputs and levels of the network calls of a block of code."""
-    calls: list[tuple[Tensor, Tensor]] = []
-    forward = type(model).forward
-
-    def spy(self: Model, network: nn.Module, x: Tensor, sigma: Tensor, condition: Condition) -> Any:
-        calls.append((x.detach().clone(), sigma.clone()))
-        return forward(self, network, x, sigma, condition)
-
-    type(model).forward = spy  # type: ignore[method-assign, assignment]
-    try:
-        yield calls
-    finally:
-        type(model).forward = forward  # type: ignore[method-assign]
 
 
 # Ownership

@@ -22,6 +22,7 @@ OFFLOAD = {"parallel.cpu_offload": True}
 SEVERAL = {"method.fake_updates_per_student": 2}
 HYBRID = {"parallel.shard_size": 2}
 MANY = {"train.cycles": 10}
+JOINT = {"method.adversarial.trained_with": "fake_score", "optimizers.discriminator": None}
 
 
 def case(
@@ -97,6 +98,9 @@ ON_TWO = [
     case("ddp", TWO, SEVERAL, method="adversarial"),
     case("fsdp1", ONE, REUSE, method="adversarial"),
     case("fsdp2", SHARED, TWO, RECOMPUTE, method="adversarial"),
+    case("ddp", JOINT, TWO, SHARED, method="adversarial"),
+    case("fsdp1", JOINT, ONE, RECOMPUTE, method="adversarial"),
+    case("fsdp2", JOINT, SHARED, TWO, RECOMPUTE, REUSE, method="adversarial"),
     case("ddp", SINGLE),
     case("fsdp1", SHARED, SINGLE),
     case("fsdp2", SHARED, SINGLE, TWO),

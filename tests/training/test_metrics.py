@@ -62,6 +62,15 @@ def test_each_role_is_a_series_with_a_counter_of_its_own(build_worker, dmd2, ord
         assert {"sample_mean", "sample_std", "sample_variance"} <= values.keys()
 
 
+def test_how_far_the_fake_score_lags_is_told_without_a_classifiers_loss() -> None:
+    sink, request = ListSink(), PhaseRequest(1, "fake_score/0", "fake_score", "fake_score/0")
+    values = {"loss": 3.0, "denoising_loss": 2.0, "updates": 1.0}
+    hook = LoggingHook(Metrics([sink]), LoggingSettings(every=1), last_cycle=1)
+    hook.after_cycle(1, [PhaseResult(request, True, 1, values)])
+    ((_, _, run),) = sink.series("run")
+    assert run["fake_score_loss_on_fresh_samples"] == 2.0
+
+
 def test_interval_and_last_cycle(build_worker, dmd2) -> None:
     worker, sink = build_worker(dmd2()), ListSink()
     hook = LoggingHook(Metrics([sink]), LoggingSettings(every=3), last_cycle=7)
