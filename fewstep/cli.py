@@ -227,8 +227,8 @@ def evaluate(
     samples: Annotated[int, typer.Option(min=16, help="Samples of each.")] = 2000,
     seed: Annotated[int, typer.Option(min=0, help="Of the noise, the same for all.")] = 0,
     features: Annotated[
-        Literal["auto", "digits", "raw", "inception"],
-        typer.Option(help="What images are compared by; auto: the data set's own classifier."),
+        Literal["auto", "digits", "raw", "colours", "inception"],
+        typer.Option(help="What images are compared by; auto: the digits' classifier, or colours."),
     ] = "auto",
     clip: Annotated[
         str | None,
@@ -254,7 +254,10 @@ def evaluate(
 
     def report_row(row: dict[str, Any]) -> None:
         name = f"{row['model']}, {count_steps(row['steps'])}"
-        console.print(f"{name}: Fréchet distance {row['frechet_distance']:.4g}", highlight=False)
+        kind, key = "Fréchet distance", "frechet_distance"
+        if key not in row:
+            kind, key = "CLIP score", "clip_score"
+        console.print(f"{name}: {kind} {row[key]:.4g}", highlight=False)
 
     document, images = evaluate_sources(
         opened,
@@ -406,11 +409,11 @@ def read_prompts(file: Path | None, prompts: list[str]) -> list[str]:
     """The lines of a text file, without empty ones, and prompts of the command line after them."""
     lines: list[str] = []
     if file is not None:
-        try:
-            lines = [line.strip() for line in file.read_text(encoding="utf-8").splitlines()]
-        except (OSError, UnicodeDecodeError) as error:
-            raise UserError(f"--prompts: {file} cannot be read: {error}") from error
-        lines = [line for line in lines if line]
+        from fewstep.data.tables import read_lines
+
+        if file.suffix != ".txt" or not file.is_file():
+            raise UserError(f"--prompts: {file} is no text file (.txt) with a prompt a line")
+        lines = [record.text for record in read_lines(file) if record.text and record.text.strip()]
         if not lines:
             raise UserError(f"--prompts: {file} has no prompt in it; write one a line")
     return [*lines, *prompts]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -52,15 +53,15 @@ def evaluate_sources(
         UserError: where the sources have no real data to be compared with, or different ones, or
             samples are not finite, or the CLIP model cannot be loaded.
     """
-    names = {source.data.name for source in sources}
-    if len(names) != 1:
-        raise UserError(f"the sources were trained on different data: {', '.join(sorted(names))}")
-    first = sources[0]
+    sources, first = _with_prompts(sources)
     real = dataset if dataset is not None else _load_data(first)
     evaluator = build_evaluator(real, first.roles.model, features, first.data.name)
-    if evaluator is None:
-        raise UserError(f"data.name is {first.data.name!r}: prompts alone, no images to compare")
     score = ClipScore(clip) if clip is not None else None
+    if evaluator is None and score is None:
+        raise UserError(
+            f"data.name is {first.data.name!r}: prompts alone, no images to compare; give a CLIP "
+            f"model (--clip), to see how images fit their prompts"
+        )
     rows: list[dict[str, Any]] = []
     images: dict[str, Tensor] = {}
     for name, source in zip(distinct_names(sources), sources, strict=True):
@@ -69,14 +70,30 @@ def evaluate_sources(
             made = source.sample(source.conditions(samples), spec, seed)
             if not torch.isfinite(made.images).all():
                 raise UserError(f"the samples of {name} are not finite")
-            metrics = evaluator.evaluate(made.images, made.labels)
+            metrics = evaluator.evaluate(made.images, made.labels) if evaluator else None
             fit = None
             if score is not None and made.conditions.prompts is not None:
                 fit = score(made.images, made.conditions.prompts)
             rows.append(result_row(name, spec.steps, spec.nfe, made.seconds, metrics, fit))
             images[f"{name}, {count_steps(spec.steps)}"] = made.images
             on_result(rows[-1])
-    return evaluation_document(rows, evaluator.floor()), images
+    return evaluation_document(rows, evaluator.floor() if evaluator else None), images
+
+
+def _with_prompts(sources: Sequence[Source]) -> tuple[list[Source], Source]:
+    """The sources, exports with the prompts of a run beside them; and whose data they share.
+
+    Raises:
+        UserError: where they were trained on different data.
+    """
+    known = [source for source in sources if source.data.name != "none"] or list(sources)
+    names = {source.data.name for source in known}
+    if len(names) != 1:
+        raise UserError(f"the sources were trained on different data: {', '.join(sorted(names))}")
+    items = known[0].items
+    if items is None or len(known) == len(sources):
+        return list(sources), known[0]
+    return [s if s.items is not None else replace(s, items=items) for s in sources], known[0]
 
 
 def count_steps(steps: int) -> str:
@@ -101,7 +118,7 @@ def _load_data(source: Source) -> Items:
     if items is None:
         raise UserError(
             f"data.name is {source.data.name!r}: there is no real data to compare with; name it "
-            f"in the recipe, or pass it as dataset="
+            f"in the recipe, pass it as dataset=, or evaluate an export beside its run"
         )
     return items
 

@@ -16,7 +16,14 @@ from fewstep.features import Classifier, FeatureNetwork
 
 PRECISION_NEIGHBOURS: Final = 3
 COVERAGE_NEIGHBOURS: Final = 5
-HIGHER_IS_BETTER: Final = ("class_accuracy", "precision", "recall", "density", "coverage")
+HIGHER_IS_BETTER: Final = (
+    "class_accuracy",
+    "clip_score",
+    "precision",
+    "recall",
+    "density",
+    "coverage",
+)
 
 
 def frechet_distance(real: Tensor, samples: Tensor) -> float:

@@ -18,7 +18,7 @@ from fewstep.models import ModelSettings
 from fewstep.models.hub import directory_of
 from fewstep.models.sd3 import SD3, SD3Settings
 from fewstep.pipeline import check_model, write_pipeline
-from fewstep.pipeline_sd3 import copy_components
+from fewstep.pipeline_sd3 import KEPT, copy_components
 from fewstep.roles.role import STUDENT, STUDENT_EMA
 from fewstep.roles.storage import SharedBase
 from fewstep.run import Run
@@ -202,7 +202,8 @@ def write_export(
     if isinstance(settings, SD3Settings) and settings.pipeline is not None:
         source = directory_of(settings.pipeline, "model.pipeline")
         if form == "pipeline":
-            copy_components(source, directory)
+            # Encoders that the network does not know would give it nonsense.
+            copy_components(source, directory, ["vae"] if settings.text_encoder else KEPT)
         # What is copied is looked for in the export; the rest stays where it is.
         named = settings.pipeline if source != Path(settings.pipeline) else str(source.resolve())
         settings = settings.model_copy(update={"pipeline": HERE if form == "pipeline" else named})

@@ -99,7 +99,8 @@ def _usage(run: Run, spec: SamplerSpec, form: ExportFormat) -> str:
     model = run.roles.model
     assert isinstance(model, SD3)
     settings, stochastic = model.settings, spec.solver == "renoise"
-    if settings.pipeline is not None and form != "network":
+    whole = settings.pipeline is not None and settings.text_encoder is None
+    if whole and form != "network":
         text = _ADAPTER_ALONE if form == "lora" else _PIPELINE + _PROMPTED
     elif form == "lora":
         text = "`pytorch_lora_weights.safetensors` is for `network.load_lora_adapter`.\n"

@@ -170,7 +170,7 @@ def parse_devices(text: str) -> Devices:
     Raises:
         UserError: for anything else.
     """
-    found = re.fullmatch(r"([0-9]+)x([0-9]+(?:\.[0-9]+)?)([A-Za-z]+)", text)
+    found = re.fullmatch(r"([0-9]{1,6})x([0-9]{1,12}(?:\.[0-9]{1,12})?)([A-Za-z]+)", text)
     wrong = f"--gpus: {text!r} is given; it should be like 1x80GB, 8x80GB or 8x24GiB"
     if found is None:
         raise UserError(f"{wrong}: how many, x, and the memory of each")

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import shutil
+from collections.abc import Iterable
 from pathlib import Path
 
 from fewstep.methods.method import SamplerSpec
@@ -53,7 +54,7 @@ def sd3_index(model: SD3, spec: SamplerSpec, scheduler: str, directory: Path) ->
     }
 
 
-def copy_components(source: Path, directory: Path) -> None:
+def copy_components(source: Path, directory: Path, names: Iterable[str] = KEPT) -> None:
     """Take over a pipeline's text encoders, tokenizers and autoencoder.
 
     Weights are hard links where source and directory are on one disk: they take no room twice,
@@ -62,8 +63,9 @@ def copy_components(source: Path, directory: Path) -> None:
     Args:
         source: the teacher's pipeline; on the hub's cache its files are symbolic links.
         directory: the student's.
+        names: of the parts that the student needs.
     """
-    for name in KEPT:
+    for name in names:
         if (source / name).is_dir():
             shutil.copytree(source / name, directory / name, copy_function=link_weights)
 

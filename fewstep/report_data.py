@@ -236,7 +236,7 @@ def _warnings(run: str, records: Records) -> list[str]:
     for message, at in cycles.items():
         when = f"cycle {at[0]}" if len(at) == 1 else f"{len(at)} times, cycles {at[0]} to {at[-1]}"
         said.append(f"{run}: {message} ({when})")
-    for role in ("student", "fake_score"):
+    for role in ("student", "fake_score", "discriminator"):
         losses = [record["loss"] for record in records.get(role, ()) if "loss" in record]
         bad = sum(number(loss) is None for loss in losses)
         if bad:

@@ -38,18 +38,23 @@ def result_row(
     steps: int,
     nfe: int,
     seconds: float,
-    metrics: SampleMetrics,
+    metrics: SampleMetrics | None,
     clip_score: float | None = None,
 ) -> dict[str, Any]:
     """One line of results: a model, its sampling steps, network calls per sample, time, figures."""
-    row = {"model": model, "steps": steps, "nfe": nfe, **metrics.as_dict(), "seconds": seconds}
-    row["class_balance"] = row.pop("class_balance")  # last
+    row: dict[str, Any] = {"model": model, "steps": steps, "nfe": nfe}
+    row |= {**(metrics.as_dict() if metrics is not None else {}), "seconds": seconds}
+    if "class_balance" in row:
+        row["class_balance"] = row.pop("class_balance")  # last
     return row if clip_score is None else {**row, "clip_score": clip_score}
 
 
-def evaluation_document(rows: Sequence[Mapping[str, Any]], floor: SampleMetrics) -> dict[str, Any]:
-    """Rows of `result_row` and the floor in the form of an evaluation file."""
-    return {"results": [dict(row) for row in rows], "floor": floor.as_dict()}
+def evaluation_document(
+    rows: Sequence[Mapping[str, Any]], floor: SampleMetrics | None
+) -> dict[str, Any]:
+    """Rows of `result_row` and the floor, if there is one, in the form of an evaluation file."""
+    figures = floor.as_dict() if floor is not None else {}
+    return {"results": [dict(row) for row in rows], "floor": figures}
 
 
 def write_evaluation(path: str | Path, document: Mapping[str, Any]) -> None:
@@ -88,7 +93,8 @@ def evaluation_table(document: Mapping[str, Any]) -> Table:
             table.add_column(head, overflow="fold")
         else:
             table.add_column(head, justify="right", no_wrap=True)
-    for row in [*document["results"], {"model": "floor", **document["floor"]}]:
+    floor = [{"model": "floor", **document["floor"]}] if document["floor"] else []
+    for row in [*document["results"], *floor]:
         table.add_row(*(_cell(row.get(name)) for name in columns))
     return table
 

@@ -44,6 +44,7 @@ from fewstep.roles.role import DISCRIMINATOR, Roles, mark_trained
 from fewstep.roles.storage import Storage, build_independent, build_shared_base
 from fewstep.rollout import RolloutSettings
 from fewstep.sampling import Samples, cpu_threads, sample_role
+from fewstep.training.metrics import logger
 from fewstep.training.worker import Worker
 from fewstep.validation import sampled_role
 
@@ -183,7 +184,11 @@ def open_run(
     recipe = load_recipe(directory / RECIPE)
     checkpoint = find_checkpoint(directory, which)
     model = model or recipe.model.build()
-    items = prompts_to_sample(recipe, model)
+    items = None
+    try:
+        items = prompts_to_sample(recipe, model)
+    except UserError as error:  # prompts of one's own can be sampled all the same
+        logger.warning("%s", error)
     # However it was trained: a run is opened whole, by one process.
     worker = build_worker(for_one_process(recipe), model, None, teacher=None)
     state = load_checkpoint(checkpoint, worker.empty_state)

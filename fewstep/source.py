@@ -7,13 +7,15 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import final
 
+import torch
+
 from fewstep.data.conditions import Conditions, conditions_in_turn, tensor_conditions
 from fewstep.data.items import Items
 from fewstep.data.settings import DATA, BuiltInData, DataSettings
 from fewstep.errors import UserError
 from fewstep.export import DESCRIPTION, read_description
 from fewstep.methods.method import SamplerSpec
-from fewstep.roles.role import STUDENT, Roles
+from fewstep.roles.role import STUDENT, TEACHER_SCORE, Roles
 from fewstep.roles.storage import Independent
 from fewstep.run import Run, Which, is_run_directory, open_result, open_run
 from fewstep.sampling import Samples, cpu_threads, sample_role
@@ -63,7 +65,9 @@ class Source:
             UserError: where the network takes none, or its encoders cannot be loaded.
         """
         encoder = self.roles.model.prompt_encoder(self.roles.device, self.roles.dtype)
-        return tensor_conditions(encoder.encode(prompts), prompts)
+        parts = [encoder.encode(prompts[i : i + 16]) for i in range(0, len(prompts), 16)]
+        joined = {key: torch.cat([part[key] for part in parts]) for key in parts[0]}
+        return tensor_conditions(joined, prompts)
 
     def sample(self, conditions: Conditions, spec: SamplerSpec, seed: int) -> Samples:
         """Samples of this source; noise depends on seed and position alone."""
@@ -103,7 +107,7 @@ def run_source(run: Run, role: str | None = None, name: str | None = None) -> So
         run.roles,
         role or run.result_role,
         run.method.sampler,
-        not run.method.needs_data,
+        TEACHER_SCORE in run.method.roles,
         run.recipe.data,
         run.recipe.runtime.threads,
         run.items,
@@ -113,6 +117,11 @@ def run_source(run: Run, role: str | None = None, name: str | None = None) -> So
 def open_export(directory: Path) -> Source:
     """Open an export; raises UserError where its files are damaged."""
     description = read_description(directory)
+    if not (directory / "transformer").is_dir():
+        raise UserError(
+            f"{directory} is an adapter alone, to be loaded onto its base; sample its run, or "
+            f"export it with --format pipeline"
+        )
     model = description.model.build()
     network = model.load_network(directory / "transformer").float()
     spec = SamplerSpec(description.sigmas, description.solver)

@@ -16,7 +16,13 @@ from fewstep.data.dataset import Dataset
 from fewstep.data.items import Items
 from fewstep.errors import UserError
 from fewstep.evaluation import HIGHER_IS_BETTER, Evaluator
-from fewstep.features import FeatureNetwork, InceptionFeatures, RawFeatures, train_digit_classifier
+from fewstep.features import (
+    ColourFeatures,
+    FeatureNetwork,
+    InceptionFeatures,
+    RawFeatures,
+    train_digit_classifier,
+)
 from fewstep.methods.method import SamplerSpec
 from fewstep.models.model import Model
 from fewstep.parallel.ranks import SINGLE, Ranks
@@ -26,7 +32,9 @@ from fewstep.settings import Settings
 from fewstep.training.metrics import Metrics, logger
 from fewstep.training.phase import PhaseResult
 
-FeatureKind = Literal["auto", "digits", "raw", "inception"]
+FeatureKind = Literal["auto", "digits", "raw", "colours", "inception"]
+# Numbers of an image that raw features are taken of, at most.
+MOST_RAW = 4096
 
 
 @final
@@ -53,7 +61,9 @@ class ValidationSettings(Settings):
         "frechet_distance", description="decides which student is the best; null: none is named"
     )
     features: FeatureKind = Field(
-        "auto", description="what images are compared by; auto: the data set's own choice"
+        "auto",
+        description="what images are compared by; auto: the digits' classifier, colours at 8 by 8 "
+        "of larger pictures, all numbers of anything else",
     )
     clip: str | None = Field(
         None,
@@ -68,7 +78,8 @@ class ValidationSettings(Settings):
         return self
 
 
-MOST_REAL = 10_000
+# Real images that samples are compared with, at most, and numbers of all of them together.
+MOST_REAL, MOST_NUMBERS = 10_000, 2**29
 
 
 def build_evaluator(
@@ -79,7 +90,8 @@ def build_evaluator(
     Args:
         items: the real data; of more than 10,000 items, the first ones.
         model: makes images of their samples.
-        features: "auto" takes the digits' classifier for the digits.
+        features: "auto" takes the digits' classifier for the digits, the colours of other
+            pictures that are larger than 16 by 16, and all numbers of anything else.
         data_name: as in the recipe.
 
     Raises:
@@ -87,6 +99,10 @@ def build_evaluator(
     """
     if not items.has_samples:
         return None
+    labels = items.labels if isinstance(items, Dataset) else None
+    labels = labels[:MOST_REAL] if labels is not None else None
+    real = real_images(items, model)
+    large = real.ndim == 4 and min(real.shape[2:]) > 16
     network: FeatureNetwork
     if features == "digits" or (features == "auto" and data_name == "digits"):
         network = train_digit_classifier()
@@ -95,20 +111,26 @@ def build_evaluator(
             network = InceptionFeatures()
         except ImportError as error:
             raise UserError(f"features: 'inception': {error}") from error
+    elif features == "colours" or (features == "auto" and large):
+        network = ColourFeatures()
+    elif real[0].numel() > MOST_RAW:
+        raise UserError(
+            f"features: 'raw': samples have {real[0].numel():,} numbers; at most {MOST_RAW:,} can "
+            f"be compared as they are. Use 'colours', or 'inception'"
+        )
     else:
         network = RawFeatures()
-    labels = items.labels if isinstance(items, Dataset) else None
-    labels = labels[:MOST_REAL] if labels is not None else None
-    return Evaluator(real_images(items, model), labels, network)
+    return Evaluator(real, labels, network)
 
 
 def real_images(items: Items, model: Model, batch_size: int = 64) -> Tensor:
-    """The images of at most 10,000 items, [N, ...] on the CPU."""
+    """The images of the first items, [N, ...] on the CPU: at most 10,000, or 2 GB of them."""
     if isinstance(items, Dataset):
         return items.samples[:MOST_REAL]
-    numbers = torch.arange(min(len(items), MOST_REAL))
-    parts = [items.x0(some).float() for some in torch.split(numbers, batch_size)]
-    return torch.cat([model.decode(part).float().cpu() for part in parts])
+    one = model.decode(items.x0(torch.tensor([0])).float())
+    numbers = torch.arange(min(len(items), MOST_REAL, max(1, MOST_NUMBERS // one.numel())))
+    parts = torch.split(numbers, batch_size)
+    return torch.cat([model.decode(items.x0(some).float()).float().cpu() for some in parts])
 
 
 @final

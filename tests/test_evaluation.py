@@ -1,4 +1,5 @@
 import math
+from typing import get_args
 
 import numpy as np
 import pytest
@@ -8,6 +9,8 @@ import torch
 
 from fewstep import evaluation, features
 from fewstep.data.digits import load_digits
+from fewstep.figures import LOWER_IS_BETTER
+from fewstep.validation import ValidationSettings
 
 FIGURES = [
     "frechet_distance",
@@ -416,3 +419,19 @@ def test_evaluator_refuses_bad_samples_and_labels(digits, evaluator):
     raw = evaluation.Evaluator(images[:20], None, features.RawFeatures())
     with pytest.raises(ValueError, match="real features have 64 dimensions, samples 16"):
         raw.evaluate(images[:10, :, :4, :4])
+
+
+def test_every_figure_that_names_a_best_student_has_a_direction():
+    # One that is in neither would keep the worst.
+    annotation = ValidationSettings.model_fields["metric"].annotation
+    metrics = [name for part in get_args(annotation) for name in get_args(part)]
+    assert {*LOWER_IS_BETTER, *evaluation.HIGHER_IS_BETTER} >= {*metrics}
+    assert "clip_score" in metrics
+    assert "clip_score" in evaluation.HIGHER_IS_BETTER
+
+
+def test_colours_are_means_over_a_grid():
+    images = torch.rand(3, 2, 24, 16, generator=torch.Generator().manual_seed(0))
+    found = features.ColourFeatures().features(images)
+    expected = images.reshape(3, 2, 8, 3, 8, 2).mean((3, 5)).flatten(1)
+    torch.testing.assert_close(found, expected)

@@ -120,7 +120,7 @@ def validation_picture(run: str, records: Records) -> Picture | None:
 
 def _role_curves(run: str, records: Records, key: str, title: str, stem: str) -> Picture | None:
     panels = []
-    for colour, role in enumerate(("student", "fake_score")):
+    for colour, role in enumerate(("student", "fake_score", "discriminator")):
         x, y = curve(records, role, key)
         if len(x):
             name = role.replace("_", " ").capitalize()

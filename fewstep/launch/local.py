@@ -446,6 +446,7 @@ def teacher_statistics(run: Run, count: int = 64, steps: int = 16) -> dict[str, 
         TEACHER_SCORE,
         spec,
         run.conditions(count),
+        batch_size=run.recipe.train.micro_batch_size or run.recipe.train.batch_size,
         ranks=run.worker.ranks,
         decode=False,
     )

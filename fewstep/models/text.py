@@ -41,12 +41,24 @@ class TextEncoder(PromptEncoder):
         Raises:
             UserError: where there is none, it is damaged, or it cannot take prompts so long.
         """
-        from transformers import AutoModel, AutoTokenizer
+        import transformers
+        from transformers import AutoConfig, AutoModel, AutoTokenizer
 
         self._directory = encoder_directory(where)
         self._length, self._device, self._dtype = max_sequence_length, device, dtype
         self._tokenizer = load_component(AutoTokenizer, self._directory)
-        model = load_component(AutoModel, self._directory, dtype=dtype)
+        written_by = (load_component(AutoConfig, self._directory).architectures or [""])[0]
+        # T5's encoder alone has a class of its own; AutoModel would invent a decoder.
+        kind = (
+            getattr(transformers, written_by) if written_by.endswith("EncoderModel") else AutoModel
+        )
+        model, found = load_component(kind, self._directory, dtype=dtype, output_loading_info=True)
+        missing = sorted(key for key in found["missing_keys"] if "pooler" not in key)
+        if missing:
+            raise UserError(
+                f"model.text_encoder: {self._directory} has no weights for {missing[0]}, and "
+                f"{len(missing) - 1} more; it was not written by a {type(model).__name__}"
+            )
         if model.config.is_encoder_decoder:
             model = model.get_encoder()
         self._network = model.to(device).eval().requires_grad_(False)
