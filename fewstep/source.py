@@ -103,7 +103,8 @@ def run_source(run: Run, role: str | None = None, name: str | None = None) -> So
         run.roles,
         role or run.result_role,
         run.method.sampler,
-        not run.method.needs_data,
+        # Data alone does not make a teacher: an adversarial student sees some too.
+        bool(run.method.followers) or not run.method.needs_data,
         run.recipe.data,
         run.recipe.runtime.threads,
         run.items,
