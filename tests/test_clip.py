@@ -6,7 +6,8 @@ from pathlib import Path
 
 import pytest
 import torch
-from transformers import CLIPConfig, CLIPImageProcessor, CLIPModel, CLIPProcessor, CLIPTokenizer
+from clip_model import write_tiny_clip
+from transformers import CLIPModel, CLIPProcessor
 
 from fewstep.clip import ClipScore
 from fewstep.errors import UserError
@@ -16,32 +17,7 @@ PROMPTS = ["a cat", "two dogs and a very long tail " * 9, "blue"]
 
 @pytest.fixture(scope="module")
 def weights(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    directory = tmp_path_factory.mktemp("clip")
-    letters = [chr(code) for code in range(33, 127)]
-    words = [*letters, *(f"{c}</w>" for c in letters), "<|startoftext|>", "<|endoftext|>"]
-    tokenizer = CLIPTokenizer(vocab={w: i for i, w in enumerate(words)}, merges=[])
-    tokenizer.model_max_length = 20
-    small = {"hidden_size": 16, "intermediate_size": 32, "num_hidden_layers": 1}
-    text = {
-        **small,
-        "vocab_size": len(words),
-        "num_attention_heads": 2,
-        "max_position_embeddings": 20,
-        "bos_token_id": len(words) - 2,
-        "eos_token_id": len(words) - 1,
-    }
-    vision = {**small, "num_attention_heads": 2, "image_size": 32, "patch_size": 8}
-    with torch.random.fork_rng(devices=[]):
-        torch.manual_seed(0)
-        model = CLIPModel(CLIPConfig(text_config=text, vision_config=vision, projection_dim=4))
-        for parameter in model.parameters():
-            torch.nn.init.normal_(parameter, std=0.5)  # as made, all images look alike to it
-    model.save_pretrained(directory)
-    images = CLIPImageProcessor(
-        size={"shortest_edge": 32}, crop_size={"height": 32, "width": 32}, do_resize=False
-    )
-    CLIPProcessor(image_processor=images, tokenizer=tokenizer).save_pretrained(directory)
-    return directory
+    return write_tiny_clip(tmp_path_factory.mktemp("clip"))
 
 
 @torch.no_grad()

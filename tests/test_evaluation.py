@@ -8,9 +8,11 @@ import scipy.stats
 import torch
 
 from fewstep import evaluation, features
+from fewstep.data.dataset import Dataset
 from fewstep.data.digits import load_digits
+from fewstep.errors import UserError
 from fewstep.figures import LOWER_IS_BETTER
-from fewstep.validation import ValidationSettings
+from fewstep.validation import ValidationSettings, build_evaluator
 
 FIGURES = [
     "frechet_distance",
@@ -435,3 +437,19 @@ def test_colours_are_means_over_a_grid():
     found = features.ColourFeatures().features(images)
     expected = images.reshape(3, 2, 8, 3, 8, 2).mean((3, 5)).flatten(1)
     torch.testing.assert_close(found, expected)
+
+
+@pytest.mark.parametrize(
+    ("size", "kind"), [(16, features.RawFeatures), (40, features.ColourFeatures)]
+)
+def test_large_pictures_are_compared_by_their_colours(size, kind):
+    images = Dataset(torch.rand(20, 3, size, size))
+    evaluator = build_evaluator(images, None, "auto", "custom")
+    assert isinstance(evaluator._network, kind)
+    assert evaluator.evaluate(images.samples).frechet_distance < 1e-6
+
+
+def test_raw_numbers_of_large_pictures_are_refused():
+    images = Dataset(torch.rand(20, 3, 40, 40))
+    with pytest.raises(UserError, match="samples have 4,800 numbers; at most 4,096"):
+        build_evaluator(images, None, "raw", "custom")

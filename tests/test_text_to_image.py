@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import json
+import shutil
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -9,11 +11,12 @@ from typing import Any
 import pytest
 import torch
 import yaml
+from clip_model import write_tiny_clip
 from sd3_pipeline import write_tiny_pipeline
 from typer.testing import CliRunner
 
 import fewstep as library
-from fewstep.checkpoint import latest_checkpoint, load_checkpoint
+from fewstep.checkpoint import latest_checkpoint, load_checkpoint, read_best
 from fewstep.cli import app
 from fewstep.run import Run, open_run
 
@@ -166,7 +169,7 @@ def test_prompts_of_the_command_line_are_encoded_and_sampled(
     assert code == 0, err
     assert "3 samples" in said
     for arguments, problem in (
-        (["--prompts", tmp_path / "none.txt"], "cannot be read"),
+        (["--prompts", tmp_path / "none.txt"], "is no text file"),
         (["--classes", "1"], "--classes: the network takes prompts"),
     ):
         code, _, err = fewstep("sample", source, *arguments)
@@ -197,3 +200,43 @@ def test_prompts_alone_have_no_distance_to_real_images(
     code, _, err = fewstep("evaluate", alone["independent"])
     assert code == 2
     assert "prompts alone" in err
+
+
+def test_a_run_on_prompts_is_judged_by_clip(
+    alone: dict[str, Path], folder: Path, recipe_of: Callable[..., Path], fewstep, tmp_path: Path
+) -> None:
+    clip = write_tiny_clip(folder / "clip")
+    judged = {"every": 1, "samples": 16, "metric": "clip_score", "clip": str(clip)}
+    code, _, err = fewstep("train", recipe_of("independent", "judged", validation=judged))
+    assert code == 0, err
+    lines = (folder / "judged" / "metrics.jsonl").read_text().splitlines()
+    scores = {
+        line["cycle"]: line["clip_score"]
+        for line in map(json.loads, lines)
+        if line["series"] == "validation"
+    }
+    assert sorted(scores) == [1, 2, 3]
+    assert read_best(folder / "judged")["cycle"] == max(scores, key=lambda cycle: scores[cycle])
+    out = tmp_path / "out"
+    code, said, err = fewstep(
+        "evaluate", alone["independent"], "--clip", clip, "--samples", 16, "--out", out
+    )
+    assert code == 0, err
+    assert "CLIP score" in said
+    row = json.loads((out / "evaluation.json").read_text())["results"][0]
+    assert row["nfe"] == 2
+    assert 0 <= row["clip_score"] <= 100
+
+
+def test_a_run_whose_encoded_data_are_gone_is_sampled_by_prompts(
+    alone: dict[str, Path], folder: Path, fewstep, tmp_path: Path
+) -> None:
+    run = shutil.copytree(alone["independent"], tmp_path / "run")
+    recipe = (run / "recipe.yaml").read_text().replace(str(folder / "encoded"), "gone")
+    (run / "recipe.yaml").write_text(recipe)
+    out = tmp_path / "one.safetensors"
+    code, _, err = fewstep("sample", run, "--prompt", "a cat", "--out", out)
+    assert code == 0, err
+    code, _, err = fewstep("sample", run, "--out", out)
+    assert code == 2
+    assert "this network takes prompts; give some with --prompts" in err
