@@ -13,7 +13,7 @@ from fewstep.data.encoded import EncodedItems, read_manifest
 from fewstep.data.images import read_images
 from fewstep.data.manifest import differences
 from fewstep.data.prompts import read_prompts
-from fewstep.data.sources import Record, changed, expand, local
+from fewstep.data.sources import Record, changed, expand, local, real
 from fewstep.errors import UserError
 from fewstep.models.encoders import Encoding
 from fewstep.settings import Settings
@@ -101,7 +101,8 @@ class TextToImageData(Settings, ABC):
         found: dict[Split, list[str]] = {"train": expand("data.files", self.files)}
         if self.validation is not None:
             found["validation"] = expand("data.validation", self.validation)
-            if both := sorted({*found["train"]} & {*found["validation"]}):
+            train = {real(name) for name in found["train"]}
+            if both := [name for name in found["validation"] if real(name) in train]:
                 raise UserError(f"data.validation: {', '.join(both)} is among data.files as well")
         return found
 
