@@ -120,6 +120,13 @@ def real(name: str) -> str:
     return name if name.startswith(HUB) else os.path.realpath(name)
 
 
+def holds(folder: str, path: str) -> bool:
+    """Whether a path is that of a folder or of something in it, there or not."""
+    if folder.startswith(HUB) or not os.path.isdir(folder):
+        return False
+    return Path(os.path.realpath(path)).is_relative_to(os.path.realpath(folder))
+
+
 def braces(pattern: str) -> Iterator[str]:
     """What a pattern with braces stands for: `a{0..2}` and `{x,y}`; zeros in front are kept."""
     match = re.search(r"\{([^{}]*)\}", pattern)

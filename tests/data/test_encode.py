@@ -375,6 +375,18 @@ def test_a_directory_of_something_else_is_left_alone(data_recipe, prompts, tmp_p
     assert (tmp_path / "encoded" / "train-00000.safetensors").read_text() == "precious"
 
 
+@pytest.mark.parametrize("place", [".", "encoded", "../link/deep/encoded"])
+def test_encoded_data_do_not_go_into_their_source(data_recipe, images, place: str) -> None:
+    (images.parent / "link").symlink_to(images)
+    before = sorted(images.iterdir())
+    recipe = data_recipe("images", images, encoded=str(images / place))
+    with pytest.raises(UserError, match=r"data.encoded: .* lies in .*images, .* outside"):
+        fewstep.encode(recipe, model=DoubleModel())
+    assert sorted(images.iterdir()) == before
+    beside = data_recipe("images", images, encoded=str(images) + "-encoded")
+    assert fewstep.encode(beside, model=DoubleModel()).items == {"train": 5}
+
+
 OTHER = {
     "checkpoint": {"version": 1, "files": {"weights-0.safetensors": {}}},
     "list": ["plan"],
