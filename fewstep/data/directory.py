@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any, final
 
 from safetensors import safe_open
+from torch import Tensor
 
 from fewstep.data.encoded import CONDITION, SAMPLES
 from fewstep.data.encoding import Encoder, write_tensors
@@ -19,8 +20,13 @@ from fewstep.data.manifest import (
     ShardEntry,
     check_file,
     differences,
+    no_encoded_data,
+    own_files,
     publish,
     read_document,
+    read_own,
+    sidecar,
+    temporaries,
 )
 from fewstep.data.settings import TextToImageData, check_skipped, stale
 from fewstep.data.sources import Record, local, stamp_all
@@ -55,7 +61,7 @@ class Encoded:
 
 
 def look_at(settings: TextToImageData, encoding: Encoding, overwrite: bool) -> dict[str, Any]:
-    """Look at the directory and the sources before anything is loaded.
+    """Look at the directory and the sources before anything is loaded; nothing is changed.
 
     Returns:
         Sections of a plan: stamps of `sources` and `encoders`, and the `model`'s own settings.
@@ -64,17 +70,8 @@ def look_at(settings: TextToImageData, encoding: Encoding, overwrite: bool) -> d
         UserError: where the directory holds something else.
     """
     directory = settings.directory
-    if directory.exists() and not directory.is_dir():
-        raise UserError(f"data.encoded: {directory} is a file; name a directory")
-    if overwrite:
-        clear(directory)
-    plan = read_plan(directory)
-    present = [p for p in directory.iterdir() if p.name != ".lock"] if directory.is_dir() else []
-    if plan is None and present:
-        raise UserError(
-            f"data.encoded: {directory} holds something that is no encoded data; name another "
-            f"directory"
-        )
+    check_own(directory)
+    plan = None if overwrite else read_plan(directory)
     known = plan or {"sources": {}, "encoders": {}}
     names = [name for names in settings.sources().values() for name in names]
     stamps = {
@@ -92,41 +89,67 @@ def look_at(settings: TextToImageData, encoding: Encoding, overwrite: bool) -> d
 def read_plan(directory: Path) -> Plan | None:
     """What a directory's data are made from, be they complete or not; None where there are none."""
     for name in (MANIFEST, UNFINISHED):
-        document = read_document(directory / name)
+        document = read_own(directory, name)
         if document is not None:
             plan: Plan = document["plan"]
             return plan
     return None
 
 
+def check_own(directory: Path) -> None:
+    """Raise UserError where a directory is a file, or holds something that is no encoded data."""
+    if directory.exists() and not directory.is_dir():
+        raise UserError(f"data.encoded: {directory} is a file; name a directory")
+    present = [p for p in directory.iterdir() if p.name != ".lock"] if directory.is_dir() else []
+    if not own_documents(directory) and present:
+        raise no_encoded_data(directory)
+
+
+def own_documents(directory: Path) -> list[dict[str, Any]]:
+    """The manifest and its forerunner, of any version, as far as they are there."""
+    documents = (read_own(directory, name, any_version=True) for name in (MANIFEST, UNFINISHED))
+    return [document for document in documents if document is not None]
+
+
 def clear(directory: Path) -> None:
-    """Remove what encoding has written into a directory, and nothing else; the manifest first."""
-    if not directory.is_dir():
+    """Remove the files that a directory's manifest names, and no other.
+
+    Until the last of them is gone the directory says that it is one of unfinished data.
+    """
+    documents = own_documents(directory)
+    if not documents:
         return
-    patterns = (MANIFEST, UNFINISHED, "*-*.json", UNCONDITIONAL, "*-*.safetensors", ".*.tmp")
-    if not any((directory / name).exists() for name in (MANIFEST, UNFINISHED)):
-        return  # not ours
+    names = [name for document in documents for name in own_files(document)]
+    publish(directory, UNFINISHED, {"plan": documents[0]["plan"]})
     with saving(directory):
-        for pattern in patterns:
-            for file in directory.glob(pattern):
-                file.unlink()
+        for name in (MANIFEST, *names, UNFINISHED):
+            (directory / name).unlink(missing_ok=True)
         sync_directory(directory)
 
 
-def begin(directory: Path, plan: Plan, shards: Shards, encoder: Encoder) -> dict[str, ShardEntry]:
+def begin(
+    directory: Path, plan: Plan, shards: Shards, encoder: Encoder, overwrite: bool
+) -> dict[str, ShardEntry]:
     """Prepare the directory; the shards that are finished already, by name.
 
-    Of data that are complete, those that are damaged or missing are made again.
+    Of data that are complete, those that are damaged or missing are made again; all of them on
+    `overwrite`.
 
     Raises:
         UserError: where what is there was made from something else.
     """
     with saving(directory):
         directory.mkdir(parents=True, exist_ok=True)
+    if overwrite:
+        none = unconditional(encoder)  # what is there is removed only after that has worked
+        clear(directory)
+        publish(directory, UNFINISHED, {"plan": plan})
+        write_tensors(directory, UNCONDITIONAL, none)
+        return {}
     old = read_plan(directory)
     if old is not None and (found := differences(old, plan)):
         raise stale(directory, found)
-    manifest = read_document(directory / MANIFEST)
+    manifest = read_own(directory, MANIFEST)
     if manifest is None:
         publish(directory, UNFINISHED, {"plan": plan})
         entries = {name: read_document(directory / sidecar(name)) for name in shards}
@@ -145,8 +168,13 @@ def begin(directory: Path, plan: Plan, shards: Shards, encoder: Encoder) -> dict
         if len(finished) == len(shards) and is_whole(directory, UNCONDITIONAL, none, content=True):
             return finished
         reopen(directory, plan, finished)
-    write_tensors(directory, UNCONDITIONAL, {k: v[0] for k, v in encoder.condition([""]).items()})
+    write_tensors(directory, UNCONDITIONAL, unconditional(encoder))
     return finished
+
+
+def unconditional(encoder: Encoder) -> dict[str, Tensor]:
+    """The condition of the empty prompt."""
+    return {key: value[0] for key, value in encoder.condition([""]).items()}
 
 
 def reopen(directory: Path, plan: Plan, finished: Mapping[str, ShardEntry]) -> None:
@@ -161,11 +189,6 @@ def reopen(directory: Path, plan: Plan, finished: Mapping[str, ShardEntry]) -> N
 def is_whole(directory: Path, name: str, entry: Mapping[str, Any], content: bool = False) -> bool:
     """Whether a file is what its entry says; of a shard without items there is none."""
     return not entry["size"] or check_file(directory / name, entry, content) is None
-
-
-def sidecar(name: str) -> str:
-    """The file that says that a shard is finished, until there is a manifest."""
-    return name.replace(".safetensors", ".json")
 
 
 def finish(
@@ -189,10 +212,7 @@ def finish(
         splits.setdefault(name.partition("-")[0], []).extend([name] if entry["items"] else [])
     for split, names in splits.items():
         if not names:
-            raise UserError(
-                f"data: no {split} item can be used, {len(skipped)} were skipped; the first: "
-                f"{': '.join(skipped[0])}"
-            )
+            raise nothing_left(split, skipped)
     items = {split: sum(entries[n]["items"] for n in names) for split, names in splits.items()}
     files = {**entries, UNCONDITIONAL: describe_file(directory / UNCONDITIONAL)}
     size = sum(entry["size"] for entry in files.values())
@@ -208,12 +228,19 @@ def finish(
             "skipped": skipped,
         }
         publish(directory, MANIFEST, document)
-        for name in (UNFINISHED, *map(sidecar, shards)):
+        sidecars = [sidecar(name) for name in shards]
+        for name in (UNFINISHED, *sidecars, *temporaries([*sidecars, *files])):
             (directory / name).unlink(missing_ok=True)
-        for file in directory.glob(".*.tmp"):
-            file.unlink()
     count = sum(1 for entry in files.values() if entry["size"])
     return Encoded(directory, items, skipped, made, count, size)
+
+
+def nothing_left(split: str, skipped: list[list[str]]) -> UserError:
+    """All items of a split were left out."""
+    return UserError(
+        f"data: no {split} item can be used, {len(skipped)} were skipped; the first: "
+        f"{': '.join(skipped[0])}"
+    )
 
 
 def shapes(file: Path, prefix: str) -> dict[str, dict[str, Any]]:

@@ -10,9 +10,9 @@ from typing import Any, final
 import torch
 
 from fewstep.data.dataset import Split
-from fewstep.data.directory import Encoded, Shards, begin, finish, look_at, sidecar
+from fewstep.data.directory import Encoded, Shards, begin, finish, look_at, nothing_left
 from fewstep.data.encoding import Encoder, write_shard
-from fewstep.data.manifest import VERSION, Plan, ShardEntry, publish, shard_name
+from fewstep.data.manifest import VERSION, Plan, ShardEntry, publish, shard_name, sidecar
 from fewstep.data.settings import ImageData, TextToImageData, check_skipped
 from fewstep.data.sources import Record
 from fewstep.errors import UserError
@@ -68,7 +68,7 @@ def encode_data(
         **identities,
         **stamps,
     }
-    finished = ranks.tell(lambda: begin(directory, plan, shards, encoder))
+    finished = ranks.tell(lambda: begin(directory, plan, shards, encoder, overwrite))
     missing = [name for name in shards if name not in finished]
     progress = Progress(directory, shards, finished, on_progress)
     for name in missing[ranks.rank :: ranks.size]:
@@ -84,7 +84,8 @@ def read_shards(settings: TextToImageData) -> Shards:
     """All records, cut into shards by file name: those of training first.
 
     Raises:
-        UserError: where they cannot be read, or all would be held out.
+        UserError: where they cannot be read or used, as far as that is known without looking at
+            images, or where all would be held out.
     """
     found: dict[Split, list[Record]] = {
         split: settings.read(names) for split, names in settings.sources().items()
@@ -97,6 +98,14 @@ def read_shards(settings: TextToImageData) -> Shards:
                 f"left to learn from"
             )
         found = {"train": train[:-held], "validation": train[-held:]}
+    faults = {
+        split: [[each.where, fault] for each in records if (fault := each.fault()) is not None]
+        for split, records in found.items()
+    }
+    check_skipped(settings, [each for split in found for each in faults[split]])
+    for split, records in found.items():
+        if len(faults[split]) == len(records):
+            raise nothing_left(split, faults[split])
     size = settings.shard_items
     return {
         shard_name(split, start // size): records[start : start + size]

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from fewstep.data.dataset import Split
 from fewstep.data.items import Items
-from fewstep.data.manifest import MANIFEST, UNCONDITIONAL, check_file, read_document
+from fewstep.data.manifest import MANIFEST, UNCONDITIONAL, check_file, read_own
 from fewstep.errors import UserError
 
 CONDITION, ROWS, SAMPLES = "condition/", "prompt", "x0"
@@ -171,7 +171,7 @@ def read_manifest(directory: Path) -> dict[str, Any]:
     Raises:
         UserError: where there is none, or it is damaged.
     """
-    document: dict[str, Any] | None = read_document(directory / MANIFEST)
+    document = read_own(directory, MANIFEST)
     if document is None:
         raise UserError(
             f"data.encoded: {directory} holds no complete encoded data; make it with `fewstep "

@@ -189,6 +189,8 @@ def look(each: Record, encoder: Encoder) -> Tensor | str | None:
     height, width, mode = encoder.picture
     try:
         return decode_image(each.image.read(), height, width, encoder.background, mode)
+    except MemoryError:
+        return "the image cannot be read: it is too large for the memory"
     except (OSError, ValueError) as error:
         return str(error)
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import io
+import math
 import os
 from collections.abc import Iterator, Sequence
 from pathlib import Path
@@ -19,6 +20,8 @@ from fewstep.data.tables import COLUMN, no_column, read_csv, read_jsonl, read_te
 from fewstep.errors import UserError
 
 Color = tuple[int, int, int]
+STRIP = 8
+"""How many times as long as what is kept of it a picture may be when it is resized."""
 METADATA = ("metadata.jsonl", "metadata.csv")
 
 
@@ -122,18 +125,43 @@ def decode_image(content: bytes, height: int, width: int, background: Color, mod
         with Image.open(io.BytesIO(content)) as opened:
             picture = ImageOps.exif_transpose(opened)
             picture = flatten(picture, background).convert(mode)
+            pixels = np.array(fit(picture, height, width), dtype=np.float32)
     except UnidentifiedImageError as error:
         raise ValueError("the image cannot be read: it is of no kind that Pillow knows") from error
+    except MemoryError as error:
+        raise ValueError("the image cannot be read: it is too large for the memory") from error
     # Pillow's decoders raise whatever goes wrong in them.
     except Exception as error:
         raise ValueError(f"the image cannot be read: {error}") from error
+    return torch.from_numpy(pixels.reshape(height, width, -1)).permute(2, 0, 1) / 127.5 - 1
+
+
+def fit(picture: Image.Image, height: int, width: int) -> Image.Image:
+    """A picture resized to cover a size, and cut at its centre."""
+    # A strip of one pixel's height would become huge: most of what is cut off is cut off before.
+    most = (
+        middle(picture.width, math.ceil(STRIP * picture.height * width / height)),
+        middle(picture.height, math.ceil(STRIP * picture.width * height / width)),
+    )
+    picture = centre(picture, *most)
     scale = max(height / picture.height, width / picture.width)
     size = max(width, round(picture.width * scale)), max(height, round(picture.height * scale))
     if picture.size != size:
         picture = picture.resize(size, Image.Resampling.LANCZOS)  # antialiased
-    left, top = (size[0] - width) // 2, (size[1] - height) // 2
-    pixels = np.array(picture.crop((left, top, left + width, top + height)), dtype=np.float32)
-    return torch.from_numpy(pixels.reshape(height, width, -1)).permute(2, 0, 1) / 127.5 - 1
+    return centre(picture, width, height)
+
+
+def middle(length: int, most: int) -> int:
+    """What to keep of a length, about `most`, so that as much is cut off on either side."""
+    return length if length <= most else most + (length - most) % 2
+
+
+def centre(picture: Image.Image, width: int, height: int) -> Image.Image:
+    """The middle of a picture, in pixels."""
+    if picture.size == (width, height):
+        return picture
+    left, top = (picture.width - width) // 2, (picture.height - height) // 2
+    return picture.crop((left, top, left + width, top + height))
 
 
 def flatten(picture: Image.Image, background: Color) -> Image.Image:

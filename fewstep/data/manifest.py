@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
+import re
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any, TypedDict
 
@@ -14,6 +15,9 @@ from fewstep.files import digest, saving, sync_directory, write_file
 MANIFEST, UNFINISHED, UNCONDITIONAL = "manifest.json", "unfinished.json", "none.safetensors"
 VERSION = 1
 """Of the form of the files."""
+KEYS = {MANIFEST: {"plan", "items", "splits", "files", "skipped"}, UNFINISHED: {"plan"}}
+PLAN = {"version", "data", "computed", "sources", "model", "encoders"}
+"""Keys by which each document, and the plan in it, is known as one of encoded data."""
 
 
 class ShardEntry(TypedDict):
@@ -51,18 +55,63 @@ def read_document(file: Path) -> Any:
     if not file.is_file():
         return None
     try:
-        document = json.loads(file.read_bytes())
-        version = document["plan"]["version"] if "plan" in document else VERSION
-    except (OSError, ValueError, KeyError, TypeError) as error:
+        return json.loads(file.read_bytes())
+    except (OSError, ValueError) as error:
         raise UserError(
-            f"{file} is damaged and cannot be read: {error}. Encode anew with --overwrite"
+            f"{file} is damaged and cannot be read: {error}. Remove the directory, if it is one of "
+            f"encoded data, and encode anew"
         ) from error
-    if version != VERSION:
-        raise UserError(
-            f"{file} was written by another version of fewstep, in a form that this one does not "
-            f"read. Encode anew with --overwrite"
-        )
-    return document
+
+
+def read_own(directory: Path, name: str, any_version: bool = False) -> dict[str, Any] | None:
+    """The manifest of a directory, or its forerunner; None where there is none.
+
+    Args:
+        directory: perhaps of something else, with a file of that name.
+        name: MANIFEST or UNFINISHED.
+        any_version: whether those of other versions will do.
+
+    Raises:
+        UserError: where it is damaged, or no document of encoded data.
+    """
+    document: Any = read_document(directory / name)
+    if document is None:
+        return None
+    plan = document.get("plan") if isinstance(document, dict) else None
+    if not isinstance(plan, dict) or not (KEYS[name] <= document.keys() and plan.keys() >= PLAN):
+        raise no_encoded_data(directory)
+    if plan["version"] == VERSION or any_version:
+        return dict(document)
+    raise UserError(
+        f"{directory / name} was written by another version of fewstep, in a form that this one "
+        f"does not read. Encode anew with --overwrite"
+    )
+
+
+def no_encoded_data(directory: Path) -> UserError:
+    """A directory is in other use."""
+    return UserError(
+        f"data.encoded: {directory} holds something that is no encoded data; name another directory"
+    )
+
+
+def sidecar(name: str) -> str:
+    """The file that says that a shard is finished, until there is a manifest."""
+    return name.replace(".safetensors", ".json")
+
+
+def own_files(document: Mapping[str, Any]) -> list[str]:
+    """Names of the files that a manifest, or its forerunner, speaks of, and those beside them."""
+    records = document["plan"]["computed"]["records"]
+    named = {*records, *document.get("files", {}), UNCONDITIONAL}
+    shards = sorted(name for name in named if re.fullmatch(r"[a-z]+(-\d+)?\.safetensors", name))
+    ours = [*shards, *(sidecar(name) for name in shards if name != UNCONDITIONAL)]
+    return [*ours, *temporaries(ours)]
+
+
+def temporaries(names: Iterable[str]) -> list[str]:
+    """The files that a kill may leave where these, and the documents, were being written."""
+    return [f".{name}.tmp" for name in (*names, MANIFEST, UNFINISHED)]
 
 
 def flatten(values: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:

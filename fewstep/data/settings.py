@@ -13,7 +13,7 @@ from fewstep.data.encoded import EncodedItems, read_manifest
 from fewstep.data.images import read_images
 from fewstep.data.manifest import differences
 from fewstep.data.prompts import read_prompts
-from fewstep.data.sources import Record, changed, expand, local
+from fewstep.data.sources import Record, changed, expand, holds, local, real
 from fewstep.errors import UserError
 from fewstep.models.encoders import Encoding
 from fewstep.settings import Settings
@@ -96,13 +96,20 @@ class TextToImageData(Settings, ABC):
         """The files, folders and hub ids of each split, as far as it has some of its own.
 
         Raises:
-            UserError: for what does not exist.
+            UserError: for what does not exist, is in both splits, or would hold the encoded data.
         """
         found: dict[Split, list[str]] = {"train": expand("data.files", self.files)}
         if self.validation is not None:
             found["validation"] = expand("data.validation", self.validation)
-            if both := sorted({*found["train"]} & {*found["validation"]}):
+            train = {real(name) for name in found["train"]}
+            if both := [name for name in found["validation"] if real(name) in train]:
                 raise UserError(f"data.validation: {', '.join(both)} is among data.files as well")
+        for name in (name for names in found.values() for name in names):
+            if holds(name, self.encoded):
+                raise UserError(
+                    f"data.encoded: {self.encoded} lies in {name}, a source of the data, which "
+                    f"would change by it; name a directory outside"
+                )
         return found
 
     def load(self, split: Split = "train") -> EncodedItems | None:

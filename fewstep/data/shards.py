@@ -84,7 +84,25 @@ def _members(file: Path) -> Iterator[tuple[str, Blob]]:
                     if member.offset_data + member.size > size:
                         raise UserError(f"{file} ends in the middle of {member.name}")
                     yield member.name, Blob(file, member.offset_data, member.size)
+            # The library takes a damaged header for the end of the file, unless it is the first.
+            if not _only_zeros(file, tar.offset):
+                raise UserError(
+                    f"{file} is damaged or cut off: what follows byte {tar.offset} is no end of a "
+                    f"tar file"
+                )
     except tarfile.TarError as error:
         raise UserError(
             f"{file} is no plain tar file: {error}; shards must not be compressed"
         ) from error
+
+
+def _only_zeros(file: Path, start: int) -> bool:
+    """Whether zeros alone follow, and at least one block of them: so a tar file ends."""
+    size = 0
+    with open(file, "rb") as stream:
+        stream.seek(start)
+        while part := stream.read(2**20):
+            if part.count(0) < len(part):
+                return False
+            size += len(part)
+    return size >= tarfile.BLOCKSIZE

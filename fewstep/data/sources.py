@@ -99,15 +99,32 @@ def expand(key: str, patterns: Sequence[str]) -> list[str]:
         if pattern.startswith(HUB):
             found.append(pattern)
             continue
-        for path in [pattern] if os.path.exists(pattern) else braces(pattern):
+        paths = [pattern] if os.path.exists(pattern) else list(braces(pattern))
+        if not paths:
+            raise UserError(f"{key}: {pattern!r} matches nothing: its numbers should go up")
+        for path in paths:
             matches = [path] if os.path.exists(path) else sorted(glob.glob(path, recursive=True))
             if not matches:
                 raise UserError(f"{key}: {path!r} does not exist, or matches nothing")
             found += matches
-    twice = sorted({path for path in found if found.count(path) > 1}) if len(found) < 1000 else []
-    if twice or len(set(found)) < len(found):
-        raise UserError(f"{key}: {', '.join(twice) or 'a file'} is named twice")
+    seen: set[str] = set()
+    for path in found:
+        if (place := real(path)) in seen:
+            raise UserError(f"{key}: {path} is named twice")
+        seen.add(place)
     return found
+
+
+def real(name: str) -> str:
+    """What a source is known by however its path is spelled; a hub's id is the same always."""
+    return name if name.startswith(HUB) else os.path.realpath(name)
+
+
+def holds(folder: str, path: str) -> bool:
+    """Whether a path is that of a folder or of something in it, there or not."""
+    if folder.startswith(HUB) or not os.path.isdir(folder):
+        return False
+    return Path(os.path.realpath(path)).is_relative_to(os.path.realpath(folder))
 
 
 def braces(pattern: str) -> Iterator[str]:

@@ -9,7 +9,7 @@ from pathlib import Path
 import torch
 
 from fewstep.config import Recipe
-from fewstep.data.directory import Encoded
+from fewstep.data.directory import Encoded, check_own
 from fewstep.data.encode import OnProgress, encode_data
 from fewstep.data.settings import TextToImageData
 from fewstep.errors import UserError
@@ -61,7 +61,7 @@ def encode(
         check_device(recipe.runtime.device)
         ranks = join_ranks(recipe)
         model = model or resolve_recipe(recipe).model.build()
-        ranks.tell(lambda: take(settings.directory, lock))
+        ranks.tell(lambda: take(settings, lock))
         dtype = getattr(torch, recipe.runtime.dtype)
         compute = recipe.runtime.compute_dtype
         return encode_data(
@@ -81,10 +81,15 @@ IN_USE = (
 )
 
 
-def take(directory: Path, lock: RunLock) -> None:
-    """Make the directory this process's own, as long as it writes there."""
-    if directory.exists() and not directory.is_dir():
-        raise UserError(f"data.encoded: {directory} is a file; name a directory")
+def take(settings: TextToImageData, lock: RunLock) -> None:
+    """Make the directory this process's own, as long as it writes there.
+
+    Raises:
+        UserError: where it holds something else, or lies in one of the sources; it is left alone.
+    """
+    directory = settings.directory
+    settings.sources()
+    check_own(directory)
     with saving(directory):
         directory.mkdir(parents=True, exist_ok=True)
         lock.acquire()

@@ -67,10 +67,15 @@ def test_a_recipe_survives_being_written(recipe_values: Callable[..., Any], data
     assert load_recipe(tmp_path / "recipe.yaml") == recipe
 
 
-def test_sources_are_in_one_split_only(recipe_values: Callable[..., Any], tmp_path) -> None:
+@pytest.mark.parametrize("spelled", ["p.txt", "./p.txt", "link.txt"])
+def test_sources_are_in_one_split_only(
+    recipe_values: Callable[..., Any], tmp_path, spelled: str
+) -> None:
     file = tmp_path / "p.txt"
     file.write_text("a\nb\n")
-    data = {"name": "prompts", "files": [str(file)], "validation": [str(file)], "encoded": "e"}
+    (tmp_path / "link.txt").symlink_to(file)
+    held = f"{tmp_path}/{spelled}"
+    data = {"name": "prompts", "files": [str(file)], "validation": [held], "encoded": "e"}
     recipe = parse_recipe(recipe_values("dmd2") | {"data": data})
-    with pytest.raises(UserError, match=r"data.validation: .*p.txt is among data.files as well"):
+    with pytest.raises(UserError, match=r"data.validation: .*\.txt is among data.files as well"):
         recipe.data.sources()

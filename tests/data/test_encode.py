@@ -242,7 +242,7 @@ def test_missing_and_damaged_files_are_named(data_recipe, prompts, name: str) ->
     with pytest.raises(UserError, match=rf"{name} is missing; make it again with `fewstep encode`"):
         recipe.data.load()
     (recipe.data.directory / "manifest.json").write_text("{")
-    with pytest.raises(UserError, match=r"manifest.json is damaged .*--overwrite"):
+    with pytest.raises(UserError, match=r"manifest.json is damaged .*Remove the direc"):
         recipe.data.load()
 
 
@@ -373,6 +373,95 @@ def test_a_directory_of_something_else_is_left_alone(data_recipe, prompts, tmp_p
                 data_recipe("prompts", prompts), model=DoubleModel(), overwrite=overwrite
             )
     assert (tmp_path / "encoded" / "train-00000.safetensors").read_text() == "precious"
+
+
+@pytest.mark.parametrize("place", [".", "encoded", "../link/deep/encoded"])
+def test_encoded_data_do_not_go_into_their_source(data_recipe, images, place: str) -> None:
+    (images.parent / "link").symlink_to(images)
+    before = sorted(images.iterdir())
+    recipe = data_recipe("images", images, encoded=str(images / place))
+    with pytest.raises(UserError, match=r"data.encoded: .* lies in .*images, .* outside"):
+        fewstep.encode(recipe, model=DoubleModel())
+    assert sorted(images.iterdir()) == before
+    beside = data_recipe("images", images, encoded=str(images) + "-encoded")
+    assert fewstep.encode(beside, model=DoubleModel()).items == {"train": 5}
+
+
+OTHER = {
+    "checkpoint": {"version": 1, "files": {"weights-0.safetensors": {}}},
+    "list": ["plan"],
+    "plan": {"plan": {"version": 1}, "items": 0, "splits": {}, "files": {}, "skipped": []},
+}
+
+
+@pytest.mark.parametrize("kind", [*OTHER, "damaged"])
+@pytest.mark.parametrize("name", ["manifest.json", "unfinished.json"])
+def test_a_directory_with_a_manifest_of_something_else_is_left_alone(
+    data_recipe, prompts, kind: str, name: str
+) -> None:
+    recipe = data_recipe("prompts", prompts)
+    recipe.data.directory.mkdir()
+    text = json.dumps(OTHER[kind]) if kind in OTHER else "{"
+    (recipe.data.directory / name).write_text(text)
+    (recipe.data.directory / "weights-0.safetensors").write_text("precious")
+    (recipe.data.directory / "my-notes.json").write_text("precious")
+    before, told = content(recipe), "damaged" if kind == "damaged" else "encoded: .* is no encoded"
+    for overwrite in (False, True):
+        with pytest.raises(UserError, match=told):
+            fewstep.encode(recipe, model=DoubleModel(), overwrite=overwrite)
+    with pytest.raises(UserError, match=told if name == "manifest.json" else "no complete encod"):
+        fewstep.train(recipe, model=DoubleModel())
+    assert content(recipe) == before
+
+
+def test_encoding_anew_removes_what_it_has_written_and_no_more(data_recipe, prompts) -> None:
+    fewstep.encode(data_recipe("prompts", prompts), model=DoubleModel())
+    larger = data_recipe("prompts", prompts, shard_items=4)
+    own = {"my-notes.json": b"a", "weights-0.safetensors": b"b", ".x.tmp": b"c"}
+    for name, precious in own.items():
+        (larger.data.directory / name).write_bytes(precious)
+    fewstep.encode(larger, model=DoubleModel(), overwrite=True)
+    found = content(larger)
+    assert {name: found.pop(name) for name in own} == own
+    shards = {"train-00000.safetensors", "train-00001.safetensors"}
+    assert found.keys() == {*shards, "none.safetensors", "manifest.json"}
+
+
+def test_unfinished_data_are_removed_as_well(data_recipe, prompts) -> None:
+    def stop(done: float, total: int) -> None:
+        if done > 2:
+            raise KeyboardInterrupt
+
+    recipe = data_recipe("prompts", prompts)
+    with pytest.raises(KeyboardInterrupt):
+        fewstep.encode(recipe, model=DoubleModel(), on_progress=stop)
+    assert "train-00000.json" in content(recipe)
+    larger = data_recipe("prompts", prompts, shard_items=9)
+    fewstep.encode(larger, model=DoubleModel(), overwrite=True)
+    assert content(larger).keys() == {
+        "train-00000.safetensors",
+        "none.safetensors",
+        "manifest.json",
+    }
+
+
+@pytest.mark.parametrize("what", ["bad", "all", "gone", "encoder"])
+def test_what_fails_beforehand_costs_no_data(data_recipe, prompts, what: str) -> None:
+    recipe, model = data_recipe("prompts", prompts), DoubleModel()
+    fewstep.encode(recipe, model=model)
+    before = content(recipe)
+    if what == "bad":
+        recipe = data_recipe("prompts", prompts, on_bad="error")
+        prompts.write_text("one\n\nthree\n")
+    elif what == "all":
+        prompts.write_text("\n\n")
+    elif what == "gone":
+        prompts.unlink()
+    else:
+        model.encoder.encode = lambda prompts: {"text": torch.full((len(prompts), 1), torch.nan)}
+    with pytest.raises(UserError):
+        fewstep.encode(recipe, model=model, overwrite=True)
+    assert content(recipe) == before
 
 
 def test_encoders_that_do_not_fit_are_named(data_recipe, images) -> None:

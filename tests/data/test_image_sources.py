@@ -133,6 +133,49 @@ def test_the_shorter_side_is_fitted_and_the_middle_kept(width: int, height: int)
     assert float(along[-1] - along[0]) == pytest.approx(2 * share * 3 / 4, abs=0.3)
 
 
+@pytest.mark.parametrize("turned", [False, True])
+@pytest.mark.parametrize("length", [4000, 4001])
+def test_strips_are_cut_before_they_are_resized(monkeypatch, length: int, turned: bool) -> None:
+    # Along the strip brightness rises by 8 a pixel around its middle, which 2 pixels' worth show.
+    values = (127.5 + 8 * (np.arange(length) - (length - 1) / 2)).clip(0, 255).astype(np.uint8)
+    strip = np.tile(values, (2, 1))
+    content = encoded(Image.fromarray(np.stack([strip.T if turned else strip] * 3, -1)))
+    sizes = []
+    resize = Image.Image.resize
+    monkeypatch.setattr(
+        Image.Image, "resize", lambda self, size, *a: sizes.append(size) or resize(self, size, *a)
+    )
+    out = decode(content, 64, 64)
+    assert max(sizes[0]) <= 64 * 9
+    along = out[0].mean(1 if turned else 0)
+    assert float(out[0].std(0 if not turned else 1).max()) < 1e-3
+    assert float(along[31] + along[32]) / 2 == pytest.approx(0, abs=0.01)
+    assert float(along[63] - along[0]) == pytest.approx(2 * 8 / 127.5, abs=0.03)
+
+
+def test_pictures_of_ordinary_sides_are_resized_as_a_whole() -> None:
+    image = picture(70, 10)
+    whole = image.resize((28, 4), Image.Resampling.LANCZOS).crop((12, 0, 16, 4))
+    assert torch.equal(decode(encoded(image)), decode(encoded(whole)))
+
+
+@pytest.mark.parametrize("where", ["open", "resize"])
+def test_what_is_too_large_is_said(monkeypatch, where: str) -> None:
+    def no_room(*_: object) -> None:
+        raise MemoryError
+
+    content = encoded(picture(9, 9))
+    monkeypatch.setattr(*((Image, "open") if where == "open" else (Image.Image, "resize")), no_room)
+    with pytest.raises(ValueError, match="cannot be read: it is too large for the memory"):
+        decode(content)
+
+
+def test_decompression_bombs_are_bad_images(monkeypatch) -> None:
+    monkeypatch.setattr(Image, "MAX_IMAGE_PIXELS", 30)
+    with pytest.raises(ValueError, match=r"cannot be read: Image size .* could be decompression"):
+        decode(encoded(picture(9, 9)))
+
+
 def test_resizing_is_antialiased() -> None:
     # A checkerboard of single pixels is grey from afar; unfiltered it would be black or white.
     board = np.indices((64, 64)).sum(0) % 2 * 255

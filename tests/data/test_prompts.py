@@ -198,6 +198,20 @@ def test_shards_that_are_wrong(tmp_path: Path) -> None:
         texts(file)
 
 
+def test_a_shard_is_read_to_its_end_or_refused(tmp_path: Path) -> None:
+    members = {f"{number}.txt": b"text" for number in range(4)}  # two blocks each
+    file = write_tar(tmp_path / "x.tar", members)
+    whole = file.read_bytes()
+    wrong = bytearray(whole)
+    wrong[2048 + 10] ^= 1  # in the third header
+    for content in (whole[:2048], whole[:2048] + whole[2048:2300], bytes(wrong), whole + whole):
+        file.write_bytes(content)
+        with pytest.raises(UserError, match=r"x.tar is damaged or cut off: .* byte (2048|4096) "):
+            texts(file)
+    file.write_bytes(whole[: 4096 + 512])
+    assert texts(file) == ["text"] * 4
+
+
 @pytest.mark.parametrize("ending", ["txt", "jsonl"])
 def test_a_file_that_is_empty_or_in_another_encoding(tmp_path: Path, ending: str) -> None:
     file = tmp_path / f"p.{ending}"
@@ -238,3 +252,10 @@ def test_patterns(tmp_path: Path) -> None:
         found("a{08..11}.tar")
     with pytest.raises(UserError, match=r"a08.tar is named twice"):
         found("a*.tar", "a08.tar")
+    with pytest.raises(UserError, match=r"a08.tar is named twice"):
+        found("a*.tar", "./a08.tar")
+    (tmp_path / "link.tar").symlink_to(tmp_path / "a08.tar")
+    with pytest.raises(UserError, match=r"link.tar is named twice"):
+        found("a*.tar", "link.tar")
+    with pytest.raises(UserError, match=r"data.files: .*a\{10..08\}.tar' matches nothing: its num"):
+        found("b.txt", "a{10..08}.tar")
