@@ -44,7 +44,7 @@ def encode_data(
         dtype: in which the autoencoder computes.
         text_dtype: in which the prompt encoder computes.
         ranks: that share the work, each with a device of its own.
-        overwrite: throw away what is there, whatever it was made from.
+        overwrite: throw away encoded data that are there, whatever they were made from.
         on_progress: told how far all of them are, on the first rank.
 
     Raises:

@@ -42,7 +42,7 @@ def encode(
     Args:
         recipe: its sections `data`, `model` and `runtime` count.
         model: the adapter of a network of your own (`model: {family: module}`).
-        overwrite: begin anew, whatever is there.
+        overwrite: begin anew, whatever the data that are there were made from.
         on_progress: told, on the first rank, how many items are done, and how many there are.
 
     Returns:
