@@ -124,7 +124,8 @@ def encode(
         list[str] | None, typer.Argument(metavar="KEY=VALUE", help="As for train.")
     ] = None,
     overwrite: Annotated[
-        bool, typer.Option("--overwrite", help="Begin anew, whatever data.encoded holds.")
+        bool,
+        typer.Option("--overwrite", help="Begin anew: remove the encoded data that are there."),
     ] = False,
 ) -> None:
     """Encode the prompts and images of a recipe, once, for all runs on them.
