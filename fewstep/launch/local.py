@@ -158,7 +158,8 @@ def train_in_process(
         teacher = None if resume else load_weights(recipe, model, ranks)
         worker = build_worker(recipe, model, dataset, teacher, ranks)
     check_network(worker.roles, recipe.seed)
-    check_teacher(worker.roles, recipe.seed, dataset)
+    if not resume:  # the weights of a run that is gone on with are not there yet
+        check_teacher(worker.roles, recipe.seed, dataset)
     start = restore(directory, recipe, worker) if resume else 0
     items = prompts_to_sample(recipe, model, data)
     run = Run(directory, recipe, worker, start, items=items)

@@ -152,7 +152,8 @@ class TrainerProcess:
             teacher = None if checkpoint else load_weights(recipe, model, self._ranks)
             self._worker = build_worker(recipe, model, data, teacher, self._ranks, roles)
         check_network(self._worker.roles, recipe.seed)
-        check_teacher(self._worker.roles, recipe.seed, data)
+        if checkpoint is None:
+            check_teacher(self._worker.roles, recipe.seed, data)
         left, cycle, read = [], 0, ""
         if checkpoint is not None:
             into = partial(self._worker.empty_state, partial=True)
