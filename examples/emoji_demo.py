@@ -21,14 +21,14 @@ from typing import Any
 import torch
 from distributed_demo import call
 from rich.console import Console
-from torch import Tensor, nn
+from torch import Tensor
 
 import fewstep
 from fewstep.comparison import count_steps
 from fewstep.data.conditions import item_conditions, tensor_conditions
 from fewstep.data.items import Items
 from fewstep.evaluation import Evaluator
-from fewstep.features import ModuleFeatures
+from fewstep.features import ColourFeatures
 from fewstep.methods.method import SamplerSpec
 from fewstep.report import ReportRun, write_report
 from fewstep.results import evaluation_document, evaluation_table, result_row, write_evaluation
@@ -50,11 +50,6 @@ SHORT = {
 }
 SHORT_STEPS = (2, 1)
 console = Console()
-
-
-def features() -> ModuleFeatures:
-    """What pictures are compared by: their colours at 8 x 8, which 926 pictures can tell apart."""
-    return ModuleFeatures(nn.AvgPool2d(4))
 
 
 def own_picture(images: Tensor, real: Tensor) -> float:
@@ -84,7 +79,7 @@ def measure(source: Source, items: Items, specs: Sequence[SamplerSpec]) -> list[
         specs: the ways.
     """
     real = real_images(items, source.roles.model)
-    evaluator = Evaluator(real, None, features())
+    evaluator = Evaluator(real, None, ColourFeatures())
     conditions = item_conditions(items, torch.arange(len(items)))
     rows = []
     for spec in specs:
@@ -136,7 +131,7 @@ def evaluate_or_reuse(teacher_steps: Sequence[int]) -> dict[str, Any]:
         for split, items in data.items():
             found[split] += measure(source, items, specs)
     real = real_images(data["train"], sources[0].roles.model)
-    floor = Evaluator(real, None, features()).floor()
+    floor = Evaluator(real, None, ColourFeatures()).floor()
     document = {**evaluation_document(found["train"], floor), "held_out": found["validation"]}
     rows, prompts = pictures(ways, data)
     runs = [ReportRun(source.name, source.path) for source in sources]
