@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from pathlib import Path
-from typing import Any, final, overload
+from typing import Any, final
 
 import torch
 from safetensors import SafetensorError, safe_open
@@ -14,7 +14,7 @@ from safetensors.torch import load_file
 from torch import Tensor
 
 from fewstep.data.dataset import Split
-from fewstep.data.items import Items
+from fewstep.data.items import Items, Texts
 from fewstep.data.manifest import MANIFEST, UNCONDITIONAL, check_file, read_own
 from fewstep.errors import UserError
 
@@ -56,7 +56,7 @@ class EncodedItems(Items):
         self._open: dict[int, dict[str, Tensor]] = {}
         self._texts: dict[int, list[str]] = {}
         self.has_samples = self.manifest["x0"] is not None
-        self.prompts = Prompts(self)
+        self.prompts = Texts(len(self), self.text)
         self.unconditional = self._load_unconditional()
 
     def __reduce__(self) -> tuple[Any, ...]:
@@ -138,31 +138,6 @@ class EncodedItems(Items):
             return load_file(file)
         except (SafetensorError, OSError) as error:
             raise UserError(f"{file} is damaged and cannot be read: {error}; {AGAIN}") from error
-
-
-@final
-class Prompts(Sequence[str]):
-    """The prompts of encoded items, read when they are asked for."""
-
-    def __init__(self, items: EncodedItems) -> None:
-        """`items`: whose."""
-        self._items = items
-
-    def __len__(self) -> int:
-        return len(self._items)
-
-    @overload
-    def __getitem__(self, index: int) -> str: ...
-
-    @overload
-    def __getitem__(self, index: slice) -> list[str]: ...
-
-    def __getitem__(self, index: int | slice) -> str | list[str]:
-        """One prompt, or several."""
-        numbers = range(len(self))[index]
-        if isinstance(numbers, range):
-            return [self._items.text(number) for number in numbers]
-        return self._items.text(numbers)
 
 
 def read_manifest(directory: Path) -> dict[str, Any]:

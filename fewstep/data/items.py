@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import hashlib
 from abc import ABC, abstractmethod
-from collections.abc import Mapping, Sequence
-from typing import final
+from collections.abc import Callable, Mapping, Sequence
+from typing import final, overload
 
 import torch
 from torch import Tensor
@@ -56,6 +56,31 @@ class Items(ABC):
 
 
 @final
+class Texts(Sequence[str]):
+    """Texts by number, each read when it is asked for."""
+
+    def __init__(self, count: int, text: Callable[[int], str]) -> None:
+        """`text`: gives number 0, 1, ..., below `count`."""
+        self._numbers, self._text = range(count), text
+
+    def __len__(self) -> int:
+        return len(self._numbers)
+
+    @overload
+    def __getitem__(self, index: int) -> str: ...
+
+    @overload
+    def __getitem__(self, index: slice) -> list[str]: ...
+
+    def __getitem__(self, index: int | slice) -> str | list[str]:
+        """One text, or several."""
+        numbers = self._numbers[index]
+        if isinstance(numbers, range):
+            return [self._text(number) for number in numbers]
+        return self._text(numbers)
+
+
+@final
 class JoinedItems(Items):
     """Items of one data set, and after them those of another of the same kind."""
 
@@ -65,7 +90,7 @@ class JoinedItems(Items):
         self.has_samples = first.has_samples and second.has_samples
         self.unconditional = first.unconditional
         if first.prompts is not None and second.prompts is not None:
-            self.prompts = [*first.prompts, *second.prompts]
+            self.prompts = Texts(len(self), self._prompt)
 
     @property
     def sha256(self) -> str:
@@ -83,6 +108,11 @@ class JoinedItems(Items):
     def x0(self, items: Tensor) -> Tensor:
         """See `Items.x0`."""
         return _in_order(items, [part.x0(numbers) for part, numbers in self._split(items)])
+
+    def _prompt(self, number: int) -> str:
+        ((part, numbers),) = self._split(torch.tensor([number]))
+        assert part.prompts is not None
+        return part.prompts[int(numbers)]
 
     def _split(self, items: Tensor) -> list[tuple[Items, Tensor]]:
         """The parts that are asked for anything, and for what, in ascending order."""

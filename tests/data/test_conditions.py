@@ -63,7 +63,8 @@ def test_encoded_prompts_are_taken_by_number() -> None:
 def test_joined_items_keep_their_order() -> None:
     joined = JoinedItems(Texts("a", "bb"), Texts("ccc"))
     assert len(joined) == 3
-    assert joined.prompts == ["a", "bb", "ccc"]
+    assert list(joined.prompts) == ["a", "bb", "ccc"]
+    assert joined.prompts[1:] == ["bb", "ccc"]
     numbers = torch.tensor([2, 0, 1, 2])
     assert joined.x0(numbers)[:, 0].tolist() == [3, 1, 2, 3]
     assert joined.condition(numbers)["embedding"][:, 1].tolist() == [3, 1, 2, 3]
