@@ -15,6 +15,7 @@ from fewstep.data.batches import Batch
 from fewstep.data.conditions import conditions_in_turn
 from fewstep.data.items import Items
 from fewstep.diffusion.draw import Draw
+from fewstep.launch.local import load_data
 from fewstep.launch.ray.engines import open_engine
 from fewstep.launch.ray.external import ExternalData
 from fewstep.launch.ray.transport import Packed, unpack
@@ -59,7 +60,7 @@ class RolloutProcess:
         self._method = recipe.method.build()
         self._dtype = getattr(torch, recipe.runtime.dtype)
         self._engine, self._base = open_engine(recipe, self._model, checkpoint)
-        data = dataset if dataset is not None else recipe.data.load()
+        data = load_data(recipe, dataset)
         self._items = prompts_to_sample(recipe, self._model, dataset)
         device = torch.device(recipe.runtime.device)
         self._batches = build_batches(recipe, self._model, data, device, self._dtype)

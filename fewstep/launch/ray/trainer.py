@@ -34,7 +34,13 @@ from fewstep.diffusion.draw import Draw
 from fewstep.errors import TrainingError
 from fewstep.files import FileEntry
 from fewstep.launch.hooks import run_fingerprint
-from fewstep.launch.local import check_network, check_teacher, reporting, teacher_statistics
+from fewstep.launch.local import (
+    check_network,
+    check_teacher,
+    load_data,
+    reporting,
+    teacher_statistics,
+)
 from fewstep.launch.ray.external import Expected, ExternalData, check_external
 from fewstep.launch.ray.transport import Packed, pack
 from fewstep.launch.ray.underway import Reply
@@ -147,7 +153,7 @@ class TrainerProcess:
         """
         recipe = self._recipe
         model = model or recipe.model.build()
-        data = dataset if dataset is not None else recipe.data.load()
+        data = load_data(recipe, dataset)
         with reporting("model: the network cannot be built"):
             teacher = None if checkpoint else load_weights(recipe, model, self._ranks)
             self._worker = build_worker(recipe, model, data, teacher, self._ranks, roles)
