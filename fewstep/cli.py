@@ -15,6 +15,7 @@ from fewstep.errors import INTERRUPTED, TrainingError, UserError
 
 if TYPE_CHECKING:  # these import torch, which takes seconds
     from fewstep.data.conditions import Conditions
+    from fewstep.launch.processes import Ended
     from fewstep.source import Source
 
 app = typer.Typer(
@@ -103,11 +104,7 @@ def train(
         # Taken as it is: as an override it would be read as YAML.
         loaded = loaded.model_copy(update={"run_dir": run_dir})
         arguments += ["--run-dir", run_dir]
-    ended = command.run_in_processes(loaded, resumed, arguments)
-    if ended is not None:
-        for sentence in ended.killed:
-            print_error(sentence)
-        raise typer.Exit(ended.code)
+    end_with(command.run_in_processes(loaded, resumed, arguments))
     command.hush(console)
     stop = StopRequest()
     with training_progress(console, f"{loaded.method.name}", loaded.train.cycles) as on_cycle:
@@ -142,11 +139,7 @@ def encode(
     given = overrides or []
     loaded = load_recipe(recipe, given)
     arguments = [str(recipe), *given, *(["--overwrite"] if overwrite else [])]
-    ended = encoding.encode_in_processes(loaded, arguments)
-    if ended is not None:
-        for sentence in ended.killed:
-            print_error(sentence)
-        raise typer.Exit(ended.code)
+    end_with(encoding.encode_in_processes(loaded, arguments))
     command.hush(console)
     with encoding_progress(console) as on_progress:
         encoded = encoding.encode(loaded, overwrite=overwrite, on_progress=on_progress)
@@ -443,6 +436,14 @@ def choose_conditions(
         total = count or len(chosen)
         return label_conditions(torch.tensor([chosen[i % len(chosen)] for i in range(total)]))
     return source.conditions(count or classes or 16)
+
+
+def end_with(ended: Ended | None) -> None:
+    """End as the processes of a command have, if it was run by some."""
+    if ended is not None:
+        for sentence in ended.killed:
+            print_error(sentence)
+        raise typer.Exit(ended.code)
 
 
 def print_error(message: str, details: str = "") -> None:

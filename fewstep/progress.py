@@ -10,6 +10,7 @@ from rich.progress import (
     BarColumn,
     MofNCompleteColumn,
     Progress,
+    ProgressColumn,
     TextColumn,
     TimeElapsedColumn,
     TimeRemainingColumn,
@@ -20,18 +21,22 @@ from fewstep.launch.hooks import OnCycle
 from fewstep.training.phase import PhaseResult
 
 
-@contextmanager
-def training_progress(console: Console, title: str, cycles: int) -> Iterator[OnCycle]:
-    """A bar over cycles with each role's latest loss; yields the callback that moves it."""
-    columns = (
+def counting_columns() -> tuple[ProgressColumn, ...]:
+    """What is done, how much of it, and the time: of a bar of its own."""
+    return (
         TextColumn("{task.description}"),
         BarColumn(),
         MofNCompleteColumn(),
         TimeElapsedColumn(),
         TimeRemainingColumn(),
-        TextColumn("{task.fields[losses]}", style="dim"),
     )
-    progress = Progress(*columns, console=console, disable=console.quiet)
+
+
+@contextmanager
+def training_progress(console: Console, title: str, cycles: int) -> Iterator[OnCycle]:
+    """A bar over cycles with each role's latest loss; yields the callback that moves it."""
+    losses_column = TextColumn("{task.fields[losses]}", style="dim")
+    progress = Progress(*counting_columns(), losses_column, console=console, disable=console.quiet)
     task = progress.add_task(title, total=cycles, losses="")
     losses: dict[str, float] = {}
 
@@ -50,14 +55,7 @@ def training_progress(console: Console, title: str, cycles: int) -> Iterator[OnC
 @contextmanager
 def encoding_progress(console: Console) -> Iterator[OnProgress]:
     """A bar over items; yields the callback that moves it."""
-    columns = (
-        TextColumn("{task.description}"),
-        BarColumn(),
-        MofNCompleteColumn(),
-        TimeElapsedColumn(),
-        TimeRemainingColumn(),
-    )
-    progress = Progress(*columns, console=console, disable=console.quiet)
+    progress = Progress(*counting_columns(), console=console, disable=console.quiet)
     task = progress.add_task("encode")
 
     def on_progress(done: float, total: int) -> None:
