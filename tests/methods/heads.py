@@ -11,6 +11,7 @@ from torch import Tensor, nn
 
 from fewstep.diffusion.draw import Draw
 from fewstep.models.model import Condition, Model
+from fewstep.training.loop import StopRequest
 from fewstep.training.worker import Worker
 
 OPTIMIZER = {"lr": 0.01, "betas": [0.5, 0.9], "clip_norm": 1.0}
@@ -21,6 +22,23 @@ ON: dict[str, Any] = {
     "runtime.dtype": "float64",
     "method.guidance": 1.0,
 }
+
+
+def run_in_two_parts(train: Callable[..., Any]) -> tuple[Any, Any]:
+    """A whole run, and one that was stopped after two cycles and gone on with.
+
+    Args:
+        train: called with the name of a run, and the arguments of `fewstep.train`.
+    """
+    stop = StopRequest()
+
+    def on_cycle(cycle: int, results: Any) -> None:
+        stop.requested = cycle == 2
+
+    whole = train("whole")
+    train("parts", stop=stop, on_cycle=on_cycle)
+    return whole, train("parts", resume=True)
+
 
 MakeWorker = Callable[..., Worker]
 

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 import torch
-from heads import ON, OPTIMIZER, MakeWorker, gradients, phase_loss, spying
+from heads import ON, OPTIMIZER, MakeWorker, gradients, phase_loss, run_in_two_parts, spying
 from torch import Tensor, nn
 
 import fewstep
@@ -20,7 +20,7 @@ from fewstep.methods.adversarial import Adversary
 from fewstep.methods.dmd2 import DMD2
 from fewstep.run import build_worker, load_weights
 from fewstep.training.cycle import plan_cycle
-from fewstep.training.loop import StopRequest, run_cycle
+from fewstep.training.loop import run_cycle
 
 R1 = {"method.adversarial.r1": {"weight": 2.0, "std": 0.1}}
 EXACT = {"method.adversarial.r1": {"weight": 2.0, "kind": "exact"}}
@@ -301,20 +301,14 @@ def test_two_and_two_cycles_are_four_bit_for_bit(
     assert_equal_states: Callable[..., None],
     no_sync: None,
 ) -> None:
-    def run(name: str, stop_after: int = 0, resume: bool = False) -> Any:
-        recipe = make_recipe(
-            "dmd2", {**ON, **R1, "storage": storage, "run_dir": str(tmp_path / name)}
-        )
-        stop = StopRequest()
+    changes = {**ON, **R1, "storage": storage}
 
-        def on_cycle(cycle: int, results: Any) -> None:
-            stop.requested = cycle == stop_after
+    def train(name: str, **arguments: Any) -> Any:
+        recipe = make_recipe("dmd2", {**changes, "run_dir": str(tmp_path / name)})
+        return fewstep.train(recipe, data=ten_images, **arguments)
 
-        return fewstep.train(recipe, data=ten_images, resume=resume, stop=stop, on_cycle=on_cycle)
-
-    whole = flat_state(run("whole"))
-    run("parts", stop_after=2)
-    assert_equal_states(whole, flat_state(run("parts", resume=True)))
+    whole, parts = map(flat_state, run_in_two_parts(train))
+    assert_equal_states(whole, parts)
     assert any(key.startswith("/networks/discriminator/") for key in whole)
     assert any(key.startswith("/optimizers/discriminator/") for key in whole)
     opened = fewstep.open_run(tmp_path / "whole")

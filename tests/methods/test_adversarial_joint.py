@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 import torch
-from heads import ON, MakeWorker, gradients, phase_loss, spying
+from heads import ON, MakeWorker, gradients, phase_loss, run_in_two_parts, spying
 from torch import Tensor, nn
 from torch.nn.functional import softplus
 
@@ -17,7 +17,6 @@ from fewstep.data.dataset import Dataset
 from fewstep.diffusion.draw import Draw
 from fewstep.errors import TrainingError, UserError
 from fewstep.methods.adversarial import Adversary
-from fewstep.training.loop import StopRequest
 from fewstep.training.phase import PhaseRequest
 from fewstep.training.worker import Worker
 
@@ -201,19 +200,14 @@ def test_two_and_two_cycles_are_four_bit_for_bit(
     assert_equal_states: Callable[..., None],
     no_sync: None,
 ) -> None:
-    def run(name: str, stop_after: int = 0, resume: bool = False) -> Any:
-        changes = {**ON, **JOINT, **R1, "storage": storage, "run_dir": str(tmp_path / name)}
-        stop = StopRequest()
+    changes = {**ON, **JOINT, **R1, "storage": storage}
 
-        def on_cycle(cycle: int, results: Any) -> None:
-            stop.requested = cycle == stop_after
+    def train(name: str, **arguments: Any) -> Any:
+        recipe = make_recipe("dmd2", {**changes, "run_dir": str(tmp_path / name)})
+        return fewstep.train(recipe, data=ten_images, **arguments)
 
-        recipe = make_recipe("dmd2", changes)
-        return fewstep.train(recipe, data=ten_images, resume=resume, stop=stop, on_cycle=on_cycle)
-
-    whole = flat_state(run("whole"))
-    run("parts", stop_after=2)
-    assert_equal_states(whole, flat_state(run("parts", resume=True)))
+    whole, parts = map(flat_state, run_in_two_parts(train))
+    assert_equal_states(whole, parts)
     assert any(key.startswith("/networks/discriminator/") for key in whole)
     assert any(key.startswith("/optimizers/fake_score/discriminator..join") for key in whole)
     assert not any(key.startswith("/optimizers/discriminator/") for key in whole)
