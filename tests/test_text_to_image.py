@@ -71,7 +71,7 @@ def recipe_of(folder: Path) -> Callable[..., Path]:
             **changes,
         }
         file = folder / f"{name}.yaml"
-        file.write_text(yaml.safe_dump(values))
+        file.write_text(yaml.safe_dump(values, sort_keys=False))
         return file
 
     return write
@@ -183,7 +183,7 @@ def test_what_has_not_been_encoded_is_said_before_anything_is_loaded(
     file = recipe_of("independent", "not_encoded")
     values = yaml.safe_load(file.read_text())
     values["data"]["encoded"] = str(folder / "nothing")
-    file.write_text(yaml.safe_dump(values))
+    file.write_text(yaml.safe_dump(values, sort_keys=False))
     code, _, err = fewstep("train", file)
     assert code == 2
     assert "fewstep encode" in err
