@@ -1,5 +1,6 @@
 """Starts a function on several ranks of this machine, over gloo."""
 
+import multiprocessing
 import os
 import pickle
 import sys
@@ -11,9 +12,16 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-import torch.multiprocessing as multiprocessing
+from torch.multiprocessing import start_processes
 
 from fewstep.parallel.ranks import CPU, Ranks, join, leave
+
+# What takes seconds to import. The processes are forked from one that has done so once.
+PRELOAD = [
+    *("torch.distributed.fsdp", "torch.distributed.checkpoint", "peft"),
+    "diffusers.models.transformers.dit_transformer_2d",
+    "fewstep.launch.local",
+]
 
 
 def on_ranks(function: Callable[..., Any], *args: Any, size: int = 2) -> list[Any]:
@@ -26,7 +34,9 @@ def on_ranks(function: Callable[..., Any], *args: Any, size: int = 2) -> list[An
     """
     os.environ["OMP_NUM_THREADS"] = "1"
     with tempfile.TemporaryDirectory() as folder:
-        multiprocessing.spawn(_on_rank, (size, folder, function, args), nprocs=size)
+        multiprocessing.set_forkserver_preload(PRELOAD)
+        arguments = (size, folder, function, args)
+        start_processes(_on_rank, arguments, nprocs=size, start_method="forkserver")
         return [pickle.loads((Path(folder) / str(rank)).read_bytes()) for rank in range(size)]
 
 

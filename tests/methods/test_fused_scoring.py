@@ -4,16 +4,15 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from benchmarks.ranks import on_ranks
 from fewstep.config import MAY_CHANGE, fingerprint
 from fewstep.data.batches import Batch
 from fewstep.diffusion.draw import Draw
@@ -226,14 +225,11 @@ class Collectives(TorchDispatchMode):
         return func(*args, **(kwargs or {}))
 
 
-def on_a_rank(rank: int, directory: Path) -> None:
+def on_a_rank(ranks: Ranks) -> dict[str, Any]:
     """Directions, gradients and numbers of collectives, from bases on two ranks."""
-    torch.set_num_threads(1)
-    address = f"file://{directory}/meeting"
-    dist.init_process_group("gloo", init_method=address, rank=rank, world_size=2)
     found: dict[str, Any] = {}
     for kind, family in itertools.product(("ddp", "fsdp1", "fsdp2"), ("dit", "perceptron")):
-        roles, sharding = build(family, kind, Ranks(rank, 2, torch.device("cpu"), grouped=True))
+        roles, sharding = build(family, kind, ranks)
         direction(roles, "separate", 1.0)  # the first pass of FSDP sets things up
         for guidance in (1.0, 3.0):
             for batching in ("separate", "fused"):
@@ -243,17 +239,13 @@ def on_a_rank(rank: int, directory: Path) -> None:
                 found[f"{key} collectives"] = counter.count
                 gradients = student_gradients(roles, sharding, batching, guidance)
                 found[f"{key} gradients"] = gradients
-    if rank == 0:
-        torch.save(found, directory / "found.pt")
-    dist.destroy_process_group()
+    return found
 
 
 @pytest.fixture(scope="module")
-def from_ranks(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
+def from_ranks() -> dict[str, Any]:
     """What two ranks have found."""
-    directory = tmp_path_factory.mktemp("ranks")
-    torch.multiprocessing.spawn(on_a_rank, (directory,), nprocs=2)
-    found: dict[str, Any] = torch.load(directory / "found.pt")
+    found: dict[str, Any] = on_ranks(on_a_rank)[0]
     return found
 
 

@@ -1,16 +1,9 @@
-"""What a rank holds goes to main memory and comes back, and a run does not notice.
-
-Run as a script it is one rank of a launch: `torchrun ... test_offload.py OUT`.
-"""
+"""What a rank holds goes to main memory and comes back, and a run does not notice."""
 
 from __future__ import annotations
 
 import gc
-import json
 import logging
-import os
-import subprocess
-import sys
 from collections.abc import Callable
 from itertools import product
 from pathlib import Path
@@ -20,15 +13,15 @@ import numpy
 import psutil
 import pytest
 import torch
-import torch.distributed as dist
 from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
+from benchmarks.ranks import on_ranks
 from fewstep.config import parse_recipe
 from fewstep.errors import TrainingError
 from fewstep.parallel.offload import CHUNK_BYTES, Moved, Offload, held_tensors
-from fewstep.parallel.ranks import SINGLE, Ranks, join
+from fewstep.parallel.ranks import SINGLE, Ranks
 from fewstep.run import build_worker, load_weights, resolve_recipe
 from fewstep.training.cycle import CycleSettings, plan_cycle
 from fewstep.training.worker import Worker
@@ -113,17 +106,12 @@ def live_bytes() -> int:
     return sum(found.values())
 
 
-def main(out: Path) -> None:
-    """Be one rank: write what was seen."""
-    torch.set_num_threads(1)
+def observe_all(ranks: Ranks) -> dict[str, dict[str, Any]]:
+    """Be one rank: what was seen, of all cases."""
     logging.getLogger("fewstep").setLevel(logging.ERROR)
-    ranks = join(CPU, timeout_seconds=120)
     # All are kept to the end: what dies late would be missed from the count of another.
     kept: list[Worker] = []
-    seen = {f"{kind}-{storage}": observe(kind, storage, ranks, kept) for kind, storage in CASES}
-    (out / f"rank{ranks.rank}.json").write_text(json.dumps(seen))
-    dist.barrier()
-    dist.destroy_process_group()
+    return {f"{kind}-{storage}": observe(kind, storage, ranks, kept) for kind, storage in CASES}
 
 
 def observe(kind: str, storage: str, ranks: Ranks, kept: list[Worker]) -> dict[str, Any]:
@@ -164,22 +152,9 @@ def napping(offload: Offload, sizes: list[list[int]]) -> Callable[[], None]:
 
 
 @pytest.fixture(scope="session")
-def seen(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
+def seen() -> list[dict[str, Any]]:
     """What each of two ranks saw, of all cases."""
-    out = tmp_path_factory.mktemp("offload")
-    done = subprocess.run(
-        [
-            *(sys.executable, "-m", "torch.distributed.run", "--standalone"),
-            *("--nproc-per-node", "2", __file__, str(out)),
-        ],
-        env={**os.environ, "OMP_NUM_THREADS": "1"},
-        capture_output=True,
-        text=True,
-        check=False,
-        timeout=300,
-    )
-    assert done.returncode == 0, done.stderr[-6000:]
-    return [json.loads((out / f"rank{rank}.json").read_text()) for rank in (0, 1)]
+    return on_ranks(observe_all)
 
 
 @pytest.mark.slow
@@ -398,7 +373,3 @@ def test_what_a_checkpoint_replaces_is_let_go() -> None:
     assert offload.sleep().bytes == held
     assert before - live_bytes() == held
     offload.wake()
-
-
-if __name__ == "__main__":
-    main(Path(sys.argv[1]))

@@ -1,18 +1,13 @@
-"""One recipe in many dresses: what must not change its result, on 1, 2 and 4 ranks.
-
-Run as a script it is one rank of a launch of many cases: `torchrun ... cases.py CASES.json OUT`.
-"""
+"""One recipe in many dresses: what must not change its result, on 1, 2 and 4 ranks."""
 
 from __future__ import annotations
 
 import copy
-import json
 import logging
 import shutil
-import sys
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -28,7 +23,7 @@ from fewstep.methods import flow_matching
 from fewstep.methods.dmd2 import DMD2
 from fewstep.methods.flow_matching import FlowMatching
 from fewstep.models.module import ModuleModel
-from fewstep.parallel.ranks import join
+from fewstep.parallel.ranks import Ranks
 from fewstep.run import Run
 from fewstep.training.loop import StopRequest
 
@@ -268,27 +263,14 @@ def largest_difference(
     return max(found)
 
 
-def write_cases(file: Path, cases: Sequence[Case]) -> None:
-    """Write cases for a launch."""
-    file.write_text(json.dumps([asdict(case) for case in cases]))
-
-
-def main(cases: Path, out: Path) -> None:
+def run_cases(ranks: Ranks, cases: Sequence[Case], out: Path) -> None:
     """Be one rank: run every case, rank 0 writes what came out."""
-    torch.set_num_threads(1)
     logging.getLogger("fewstep").setLevel(logging.ERROR)
-    first = join(torch.device("cpu"), timeout_seconds=300).first
-    for values in json.loads(cases.read_text()):
-        case = Case(**values)
-        if first and case.resume not in ("", "here"):
+    for case in cases:
+        if ranks.first and case.resume not in ("", "here"):
             shutil.copytree(case.resume, out / case.name)
         dist.barrier()
         result = train(case, out)
-        if first:
+        if ranks.first:
             save_file({k: v.contiguous() for k, v in result.items()}, out / f"{case.name}.result")
         dist.barrier()
-    dist.destroy_process_group()
-
-
-if __name__ == "__main__":
-    main(Path(sys.argv[1]), Path(sys.argv[2]))

@@ -2,18 +2,16 @@
 
 from __future__ import annotations
 
-import os
-import subprocess
-import sys
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
 import pytest
-from cases import Case, train, write_cases
+from cases import Case, run_cases, train
 from torch import Tensor
 
+from benchmarks.ranks import on_ranks
+
 Launch = Callable[[int, Sequence[Case]], Path]
-TORCHRUN = [sys.executable, *["-m", "torch.distributed.run", "--standalone", "--nproc-per-node"]]
 # What may be done otherwise without another result.
 HOW = ("parallel", "train.micro", "runtime.activation", "method.score")
 
@@ -32,17 +30,7 @@ def launch(tmp_path_factory: pytest.TempPathFactory) -> Launch:
 
     def run(size: int, cases: Sequence[Case]) -> Path:
         out = tmp_path_factory.mktemp(f"ranks{size}")
-        write_cases(out / "cases.json", cases)
-        script = str(Path(__file__).with_name("cases.py"))
-        done = subprocess.run(
-            [*TORCHRUN, str(size), script, str(out / "cases.json"), str(out)],
-            env={**os.environ, "OMP_NUM_THREADS": "1"},
-            capture_output=True,
-            text=True,
-            check=False,
-            timeout=800,
-        )
-        assert done.returncode == 0, done.stderr[-6000:]
+        on_ranks(run_cases, cases, out, size=size)
         return out
 
     return start
