@@ -48,9 +48,10 @@ emoji: .venv/.installed-emoji
 demo-distributed: .venv/.installed
 	$(BIN)/python examples/distributed_demo.py
 
-# By whole files: what the tests of a file share is made once.
+# By whole files: what the tests of a file share is made once. Many of them wait, for ranks that are
+# killed or hang, so three processes keep two processors busy.
 test: .venv/.installed-dev
-	$(BIN)/python -m pytest -n 2 --dist loadfile
+	$(BIN)/python -m pytest -n 3 --dist loadfile --no-loadscope-reorder
 
 check: .venv/.installed-dev
 	$(BIN)/ruff check .

@@ -50,6 +50,15 @@ RunCommand = Callable[..., tuple[int, str, str]]
 WORKERS = 2
 
 
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Put files with slow tests first: begun last, one of them would keep the whole suite waiting.
+
+    That is for several processes, which take whole files in this order.
+    """
+    slow = {item.path for item in items if item.get_closest_marker("slow")}
+    items.sort(key=lambda item: item.path not in slow)
+
+
 @pytest.fixture(params=["independent", "shared_base"])
 def storage(request: pytest.FixtureRequest) -> str:
     """Each kind of storage in turn."""

@@ -12,7 +12,7 @@ from chaos import differences, finish, kill_again_and_again, write_recipe
 @pytest.mark.slow
 @pytest.mark.timeout(400)
 def test_a_killed_run_ends_with_the_same_bits(tmp_path: Path) -> None:
-    cycles = 80
+    cycles = 60
     whole = write_recipe(tmp_path / "whole.yaml", tmp_path / "whole", cycles)
     killed = write_recipe(tmp_path / "killed.yaml", tmp_path / "killed", cycles)
     finish(whole, "fsdp2", "checkpoint.every=1000")
