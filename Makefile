@@ -3,7 +3,7 @@ PYTHON ?= python3
 BIN := .venv/bin
 INSTALL := $(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt
 
-.PHONY: help demo demo-distributed demo-ray emoji test check chaos bench docs clean
+.PHONY: help demo demo-distributed demo-ray emoji test test-exhaustive check chaos bench docs clean
 
 help:
 	@echo "make demo   teacher, four-step students, evaluation, report and export on a CPU"
@@ -11,6 +11,7 @@ help:
 	@echo "make demo-ray   the same run on a local Ray cluster, in one trainer group and in two"
 	@echo "make emoji  text to image: a teacher and a student of emoji by their names"
 	@echo "make test   the test suite"
+	@echo "make test-exhaustive   the same for all that can be combined: more kinds, ranks, failures"
 	@echo "make check  ruff, mypy and the import-direction test"
 	@echo "make chaos  a run that is killed thirty times, against one that is not"
 	@echo "make bench  speed, memory and communication"
@@ -50,8 +51,12 @@ demo-distributed: .venv/.installed
 
 # By whole files: what the tests of a file share is made once. Many of them wait, for ranks that are
 # killed or hang, so three processes keep two processors busy.
+PYTEST := $(BIN)/python -m pytest -n 3 --dist loadfile --no-loadscope-reorder
 test: .venv/.installed-dev
-	$(BIN)/python -m pytest -n 3 --dist loadfile --no-loadscope-reorder
+	$(PYTEST) -m "not exhaustive"
+
+test-exhaustive: .venv/.installed-dev
+	$(PYTEST) -m exhaustive
 
 check: .venv/.installed-dev
 	$(BIN)/ruff check .

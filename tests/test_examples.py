@@ -15,6 +15,7 @@ ROOT = Path(__file__).parents[1]
 
 
 @pytest.mark.slow
+@pytest.mark.exhaustive
 def test_your_own_network_is_distilled_to_one_step(tmp_path: Path) -> None:
     done = subprocess.run(
         [sys.executable, "examples/your_own_network.py", str(tmp_path)],

@@ -116,6 +116,7 @@ def test_the_text_of_the_page_has_the_numbers_of_the_model() -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.exhaustive
 def test_a_real_cycle_makes_the_collectives_that_the_page_says() -> None:
     from benchmarks import collectives
     from benchmarks.ranks import on_ranks

@@ -132,7 +132,9 @@ def test_a_student_learns_from_prompts(alone: dict[str, Path], storage: str) -> 
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("storage", STORAGES)
+@pytest.mark.parametrize(
+    "storage", ["independent", pytest.param("shared_base", marks=pytest.mark.exhaustive)]
+)
 def test_two_ranks_give_the_same(
     alone: dict[str, Path], folder: Path, recipe_of: Callable[..., Path], fewstep, storage: str
 ) -> None:
@@ -144,7 +146,9 @@ def test_two_ranks_give_the_same(
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("storage", STORAGES)
+@pytest.mark.parametrize(
+    "storage", ["shared_base", pytest.param("independent", marks=pytest.mark.exhaustive)]
+)
 def test_two_groups_on_ray_give_the_same(
     nothing_left: Any, encoded: None, folder: Path, recipe_of: Callable[..., Path], storage: str
 ) -> None:

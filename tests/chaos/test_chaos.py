@@ -10,6 +10,7 @@ from chaos import differences, finish, kill_again_and_again, write_recipe
 
 
 @pytest.mark.slow
+@pytest.mark.exhaustive
 @pytest.mark.timeout(400)
 def test_a_killed_run_ends_with_the_same_bits(tmp_path: Path) -> None:
     cycles = 60

@@ -28,8 +28,10 @@ def saved(tmp_path: Path, out: str) -> int:
 @pytest.mark.timeout(300)
 @pytest.mark.parametrize(
     ("number", "to_all", "code"),
-    [(signal.SIGTERM, True, 143), (signal.SIGINT, False, 130)],
-    ids=["preempted", "interrupted"],
+    [
+        pytest.param(signal.SIGTERM, True, 143, id="preempted"),
+        pytest.param(signal.SIGINT, False, 130, id="interrupted", marks=pytest.mark.exhaustive),
+    ],
 )
 def test_the_launcher_passes_a_signal_on_and_waits(
     start, tmp_path: Path, number: signal.Signals, to_all: bool, code: int
@@ -73,6 +75,7 @@ def test_a_signal_to_one_rank_stops_all_after_the_same_cycle(start, tmp_path: Pa
 
 
 @pytest.mark.slow
+@pytest.mark.exhaustive
 @pytest.mark.timeout(300)
 def test_torchrun_passes_sigterm_on(start, tmp_path: Path) -> None:
     started = start(*LONG, torchrun=True)

@@ -186,6 +186,7 @@ def test_lost_rollout_workers_are_replaced(
     assert_equal_states(flat_state(fewstep.train(alone)), flat_state(run))
 
 
+@pytest.mark.exhaustive
 def test_a_rollout_worker_that_dies_again_and_again_ends_the_run(
     nothing_left: Any, make_recipe: Callable[..., Recipe], model: Faulty
 ) -> None:
@@ -348,6 +349,7 @@ def stale_cluster() -> Iterator[str]:
         yield folder
 
 
+@pytest.mark.exhaustive
 def test_a_killed_driver_gives_back_what_it_has_on_a_cluster(nothing_left: Any, start: Any) -> None:
     address = ray.get_runtime_context().gcs_address
     started = start({**RAY, **LONG, "launch.address": address})
@@ -362,8 +364,10 @@ def test_a_killed_driver_gives_back_what_it_has_on_a_cluster(nothing_left: Any, 
 
 @pytest.mark.parametrize(
     ("number", "code", "own_cluster"),
-    [(signal.SIGINT, 130, True), (signal.SIGTERM, 143, False)],
-    ids=["interrupted", "preempted"],
+    [
+        pytest.param(signal.SIGINT, 130, True, id="interrupted"),
+        pytest.param(signal.SIGTERM, 143, False, id="preempted", marks=pytest.mark.exhaustive),
+    ],
 )
 def test_a_signal_lets_the_cycle_finish_and_saves(
     nothing_left: Any, start: Any, tmp_path: Path, number: int, code: int, own_cluster: bool

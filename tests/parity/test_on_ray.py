@@ -88,6 +88,8 @@ CASES: dict[str, tuple[Case, dict[str, Any]]] = {
         ),
     )
 }
+# Nothing in them that is in none of the others.
+ALSO = ("one-group", "data", "reuse")
 ON_RAY = {"launch.kind": "ray", "launch.processes": 2}
 
 
@@ -114,7 +116,10 @@ def assert_same(expected: dict[str, Tensor], found: dict[str, Tensor]) -> None:
 
 @pytest.mark.slow
 @pytest.mark.timeout(300)
-@pytest.mark.parametrize("name", CASES)
+@pytest.mark.parametrize(
+    "name",
+    [pytest.param(name, marks=pytest.mark.exhaustive if name in ALSO else ()) for name in CASES],
+)
 def test_the_same_bits_as_under_torchrun(
     launched: Path, nothing_left: Any, tmp_path: Path, name: str
 ) -> None:
@@ -164,6 +169,7 @@ def test_a_run_in_two_groups_is_gone_on_with_by_one_process(
 
 
 @pytest.mark.slow
+@pytest.mark.exhaustive
 @pytest.mark.timeout(300)
 def test_a_run_of_one_process_is_gone_on_with_in_two_groups(
     launched: Path, nothing_left: Any, tmp_path: Path

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import shutil
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
@@ -12,7 +13,6 @@ from cases import Case, largest_difference, train
 from safetensors.torch import load_file
 from torch import Tensor
 
-KINDS = ("none", "ddp", "fsdp1", "fsdp2")
 SHARED = {"storage": "shared_base"}
 FOUR = {"train.cycles": 4}
 # Four cycles of six samples of ten images: the second crosses the end of an epoch.
@@ -22,14 +22,44 @@ VARIANTS: dict[str, tuple[str, dict[str, Any]]] = {
     "warm-up": ("dmd2", {**SHARED, "cycle.warmup_cycles": 2, "checkpoint.asynchronous": True}),
     "data": ("flow_matching", {}),
 }
+Cases = dict[str, Case]
+EXHAUSTIVE = pytest.mark.exhaustive
+
+
+def cases_of(pairs: Iterable[tuple[str, str]], **what: Any) -> Cases:
+    """Cases of a kind of sharding and a variant each, by name."""
+    return {
+        f"{kind}-{name}": Case(
+            f"{kind}-{name}",
+            {"parallel.kind": kind, **FOUR, **VARIANTS[name][1]},
+            VARIANTS[name][0],
+            **what,
+        )
+        for kind, name in pairs
+    }
+
+
 # Every kind with a network for each role or with a shared one, and every variant with FSDP.
-LEFT_OUT = {("none", "independent"), ("none", "warm-up"), ("ddp", "shared_base"), ("ddp", "data")}
-EXACT = {
-    f"{kind}-{name}": Case(f"{kind}-{name}", {"parallel.kind": kind, **FOUR, **changes}, method)
-    for kind in KINDS
-    for name, (method, changes) in VARIANTS.items()
-    if (kind, name) not in LEFT_OUT
-}
+EXACT = cases_of(
+    (
+        ("ddp", "independent"),
+        ("fsdp1", "shared_base"),
+        ("fsdp1", "data"),
+        ("fsdp2", "independent"),
+        ("fsdp2", "warm-up"),
+    )
+)
+MORE_EXACT = cases_of(
+    (
+        ("none", "shared_base"),
+        ("none", "data"),
+        ("ddp", "warm-up"),
+        ("fsdp1", "independent"),
+        ("fsdp1", "warm-up"),
+        ("fsdp2", "shared_base"),
+        ("fsdp2", "data"),
+    )
+)
 
 
 def changed(case: Case, **what: Any) -> Case:
@@ -37,11 +67,10 @@ def changed(case: Case, **what: Any) -> Case:
     return Case(**{"changes": case.changes, "method": case.method, "name": case.name, **what})
 
 
-@pytest.fixture(scope="module")
-def on_two(launch: Any) -> Path:
+def on_two(launch: Any, exact: Cases) -> Path:
     """Every case uninterrupted, and stopped after two cycles and gone on with."""
     cases = []
-    for name, case in EXACT.items():
+    for name, case in exact.items():
         cases += [
             case,
             changed(case, name=f"{name}-again", stop_after=2),
@@ -52,9 +81,17 @@ def on_two(launch: Any) -> Path:
 
 @pytest.mark.slow
 @pytest.mark.timeout(900)
-@pytest.mark.parametrize("name", EXACT)
-def test_two_and_two_cycles_are_four_bit_for_bit(on_two: Path, name: str) -> None:
-    whole, again = (load_file(on_two / f"{n}.result") for n in (name, f"{name}-again"))
+@pytest.mark.parametrize(
+    ("exact", "name"),
+    [
+        pytest.param(exact, name, id=name, marks=marks)
+        for exact, marks in ((EXACT, ()), (MORE_EXACT, EXHAUSTIVE))
+        for name in exact
+    ],
+)
+def test_two_and_two_cycles_are_four_bit_for_bit(launch: Any, exact: Cases, name: str) -> None:
+    files = on_two(launch, exact)
+    whole, again = (load_file(files / f"{n}.result") for n in (name, f"{name}-again"))
     assert 0 < len(again["losses"]) < len(whole["losses"])
     whole["losses"] = whole["losses"][-len(again["losses"]) :]
     assert_equal(whole, again)
@@ -67,70 +104,74 @@ def assert_equal(left: dict[str, Tensor], right: dict[str, Tensor]) -> None:
 
 
 # Saved on four ranks; from which kind to which, and on how many ranks.
-SAVED = {
-    f"{kind}-{name}": Case(
-        f"{kind}-{name}",
-        {"parallel.kind": kind, **FOUR, **VARIANTS[name][1]},
-        VARIANTS[name][0],
-        stop_after=2,
-    )
-    for kind, name in (
-        ("fsdp1", "shared_base"),
-        ("fsdp1", "independent"),
-        ("fsdp2", "shared_base"),
-        ("fsdp2", "data"),
-        ("ddp", "independent"),
-    )
-}
-ON = (
+To = tuple[tuple[str, str], ...]
+SAVED = cases_of(
+    (("fsdp1", "shared_base"), ("fsdp2", "shared_base"), ("ddp", "independent")), stop_after=2
+)
+TO: To = (
     ("fsdp1-shared_base", "fsdp2"),
-    ("fsdp1-independent", "fsdp1"),
     ("fsdp2-shared_base", "fsdp1"),
     ("fsdp2-shared_base", "none"),
-    ("fsdp2-data", "fsdp2"),
     ("ddp-independent", "fsdp2"),
 )
+MORE_SAVED = cases_of((("fsdp1", "independent"), ("fsdp2", "data")), stop_after=2)
+MORE_TO: To = (("fsdp1-independent", "fsdp1"), ("fsdp2-data", "fsdp2"))
 
 
-@pytest.fixture(scope="module")
-def on_four(launch: Any) -> Path:
+def on_four(launch: Any, saved: Cases) -> Path:
     """Runs of two cycles, saved by four ranks."""
-    return launch(4, list(SAVED.values()))
+    return launch(4, list(saved.values()))
 
 
-@pytest.fixture(scope="module")
-def resumed_on_two(launch: Any, on_four: Path) -> Path:
+def resumed_on_two(launch: Any, saved: Cases, to: To) -> Path:
     """Gone on with by two ranks, of the same kind or another."""
-    return launch(
-        2,
-        [
-            Case(
-                f"{name}-to-{kind}",
-                {**SAVED[name].changes, "parallel.kind": kind},
-                SAVED[name].method,
-                resume=str(on_four / name),
-            )
-            for name, kind in ON
-        ],
-    )
+    directory = on_four(launch, saved)
+    cases = [
+        Case(
+            f"{name}-to-{kind}",
+            {**saved[name].changes, "parallel.kind": kind},
+            saved[name].method,
+            resume=str(directory / name),
+        )
+        for name, kind in to
+    ]
+    return launch(2, cases)
 
 
 @pytest.mark.slow
 @pytest.mark.timeout(900)
-@pytest.mark.parametrize(("name", "kind"), ON)
-def test_four_ranks_to_two(resumed_on_two: Path, alone: Any, name: str, kind: str) -> None:
-    found = load_file(resumed_on_two / f"{name}-to-{kind}.result")
-    assert_close(alone(changed(SAVED[name], stop_after=0)), found)
+@pytest.mark.parametrize(
+    ("saved", "to", "name", "kind"),
+    [
+        pytest.param(saved, to, name, kind, id=f"{name}-{kind}", marks=marks)
+        for saved, to, marks in ((SAVED, TO, ()), (MORE_SAVED, MORE_TO, EXHAUSTIVE))
+        for name, kind in to
+    ],
+)
+def test_four_ranks_to_two(
+    launch: Any, alone: Any, saved: Cases, to: To, name: str, kind: str
+) -> None:
+    found = load_file(resumed_on_two(launch, saved, to) / f"{name}-to-{kind}.result")
+    assert_close(alone(changed(saved[name], stop_after=0)), found)
 
 
 @pytest.mark.slow
 @pytest.mark.timeout(900)
-@pytest.mark.parametrize("name", SAVED)
-def test_four_ranks_to_one(on_four: Path, alone: Any, name: str, tmp_path: Path) -> None:
-    shutil.copytree(on_four / name, tmp_path / name)
-    changes = {**SAVED[name].changes, "parallel.kind": "none"}
-    found = train(Case(name, changes, SAVED[name].method, resume="here"), tmp_path)
-    assert_close(alone(changed(SAVED[name], stop_after=0)), found)
+@pytest.mark.parametrize(
+    ("saved", "name"),
+    [
+        pytest.param(saved, name, id=name, marks=marks)
+        for saved, marks in ((SAVED, ()), (MORE_SAVED, EXHAUSTIVE))
+        for name in saved
+    ],
+)
+def test_four_ranks_to_one(
+    launch: Any, alone: Any, saved: Cases, name: str, tmp_path: Path
+) -> None:
+    shutil.copytree(on_four(launch, saved) / name, tmp_path / name)
+    changes = {**saved[name].changes, "parallel.kind": "none"}
+    found = train(Case(name, changes, saved[name].method, resume="here"), tmp_path)
+    assert_close(alone(changed(saved[name], stop_after=0)), found)
 
 
 def assert_close(expected: dict[str, Tensor], found: dict[str, Tensor]) -> None:
