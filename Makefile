@@ -49,9 +49,8 @@ emoji: .venv/.installed-emoji
 demo-distributed: .venv/.installed
 	$(BIN)/python examples/distributed_demo.py
 
-# By whole files: what the tests of a file share is made once. Many of them wait, for ranks that are
-# killed or hang, so three processes keep two processors busy.
-PYTEST := $(BIN)/python -m pytest -n 3 --dist loadfile --no-loadscope-reorder
+# By the groups of tests/conftest.py, in their order.
+PYTEST := $(BIN)/python -m pytest -n 2 --dist loadgroup --no-loadscope-reorder
 test: .venv/.installed-dev
 	$(PYTEST) -m "not exhaustive"
 

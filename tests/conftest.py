@@ -50,13 +50,19 @@ RunCommand = Callable[..., tuple[int, str, str]]
 WORKERS = 2
 
 
+@pytest.hookimpl(tryfirst=True)  # before the plugin that reads the groups
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Put files with slow tests first: begun last, one of them would keep the whole suite waiting.
+    """Group the tests for processes that share the work, those that take longest first.
 
-    That is for several processes, which take whole files in this order.
+    A group is a file, whose tests share what is made once. All that need the cluster are one group:
+    a second cluster would take a tenth of a processor even at rest.
     """
+    on_ray = {item.path for item in items if "cluster" in getattr(item, "fixturenames", ())}
     slow = {item.path for item in items if item.get_closest_marker("slow")}
-    items.sort(key=lambda item: item.path not in slow)
+    items.sort(key=lambda item: (item.path not in on_ray, item.path not in slow))
+    for item in items:
+        name = "ray" if item.path in on_ray else item.path.name
+        item.add_marker(pytest.mark.xdist_group(name))
 
 
 @pytest.fixture(params=["independent", "shared_base"])

@@ -44,6 +44,7 @@ def ray_demo(monkeypatch: pytest.MonkeyPatch) -> Any:
 
 
 @pytest.mark.slow
+@pytest.mark.exhaustive
 def test_the_demo_on_ray_shows_the_same_run_three_times(
     ray_demo: Any,
     cluster: None,

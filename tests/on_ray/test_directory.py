@@ -40,6 +40,7 @@ def drive(elsewhere: str, directory: str) -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.exhaustive
 @pytest.mark.timeout(240)
 def test_paths_are_those_of_the_driver(tmp_path: Path) -> None:
     elsewhere, directory = tmp_path / "elsewhere", tmp_path / "directory"

@@ -294,6 +294,7 @@ def test_the_command_prints_the_remote_traceback_and_the_place(
     assert_gone(family)
 
 
+@pytest.mark.exhaustive
 def test_a_killed_driver_takes_all_along_and_its_run_can_be_resumed(
     start: Any,
     make_recipe: Callable[..., Recipe],
@@ -349,7 +350,6 @@ def stale_cluster() -> Iterator[str]:
         yield folder
 
 
-@pytest.mark.exhaustive
 def test_a_killed_driver_gives_back_what_it_has_on_a_cluster(nothing_left: Any, start: Any) -> None:
     address = ray.get_runtime_context().gcs_address
     started = start({**RAY, **LONG, "launch.address": address})

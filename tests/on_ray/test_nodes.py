@@ -74,6 +74,7 @@ def tensors(run: fewstep.Run) -> dict[str, torch.Tensor]:
 
 
 @pytest.mark.slow
+@pytest.mark.exhaustive
 @pytest.mark.timeout(240)
 def test_a_run_over_two_nodes_is_that_of_one_process(tmp_path: Path) -> None:
     done = subprocess.run(

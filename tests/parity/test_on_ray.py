@@ -192,6 +192,7 @@ def assert_close(expected: dict[str, Tensor], found: dict[str, Tensor]) -> None:
 # Samples of a student that is one cycle older.
 
 AHEAD = {**ODD, **FAKE_FIRST, "train.cycles": 5, "rollout.schedule": "async"}
+ON_AHEAD = Case("ahead", {**AHEAD, **ON_RAY, **SPLIT, "launch.processes": 1}, odd=True)
 
 
 def train_behind(directory: Path) -> dict[str, Tensor]:
@@ -224,20 +225,28 @@ def train_behind(directory: Path) -> dict[str, Tensor]:
     }
 
 
+@pytest.fixture(scope="module")
+def ahead(
+    cluster: None, tmp_path_factory: pytest.TempPathFactory
+) -> tuple[Path, dict[str, Tensor]]:
+    """A run with samples made ahead: its directory, and what `train` gives of it."""
+    directory = tmp_path_factory.mktemp("ahead")
+    return directory / ON_AHEAD.name, train(ON_AHEAD, directory)
+
+
 @pytest.mark.slow
 @pytest.mark.timeout(300)
 def test_samples_made_ahead_are_those_of_the_student_a_cycle_ago(
-    nothing_left: Any, tmp_path: Path
+    ahead: tuple[Path, dict[str, Tensor]], nothing_left: Any, tmp_path: Path
 ) -> None:
+    run_dir, found = ahead
     expected = train_behind(tmp_path / "behind")
-    case = Case("ahead", {**AHEAD, **ON_RAY, **SPLIT, "launch.processes": 1}, odd=True)
-    found = train(case, tmp_path)
     for part in ("losses", "networks"):
         chosen = {k: v for k, v in found.items() if k.startswith(part)}
         reference = {k: v for k, v in expected.items() if k.startswith(part)}
         difference, where = largest_difference(reference, chosen)
         assert difference < 1e-9, where
-    entries = map(json.loads, (tmp_path / "ahead" / "metrics.jsonl").read_text().splitlines())
+    entries = map(json.loads, (run_dir / "metrics.jsonl").read_text().splitlines())
     behind = [entry["staleness"] for entry in entries if entry["series"] == "fake_score"]
     assert behind == [0, 0, 1, 1, 1]  # the student is not trained in the first cycle
     # And it makes a difference: samples of the student as it is would give another fake score.
@@ -245,16 +254,26 @@ def test_samples_made_ahead_are_those_of_the_student_a_cycle_ago(
     plain = train(Case("plain", sync, odd=True), tmp_path)
     assert largest_difference(plain, found, "losses")[0] > 1e-6
 
-    # Stopped with samples in flight, and gone on with: nothing is lost, to the bit.
-    train(replace(case, name="again", stop_after=3), tmp_path)
+
+@pytest.mark.slow
+@pytest.mark.exhaustive
+@pytest.mark.timeout(300)
+def test_samples_in_flight_are_not_lost_by_an_end(
+    ahead: tuple[Path, dict[str, Tensor]], nothing_left: Any, tmp_path: Path
+) -> None:
+    _, found = ahead
+    train(replace(ON_AHEAD, name="again", stop_after=3), tmp_path)
     assert list((tmp_path / "again").glob("checkpoints/cycle_000003/rollouts.safetensors"))
-    again = train(replace(case, name="again", resume="here"), tmp_path)
-    found["losses"] = found["losses"][-len(again["losses"]) :]
-    assert_same(found, again)
+    again = train(replace(ON_AHEAD, name="again", resume="here"), tmp_path)
+    assert_same(rest(found, again), again)
 
     # Nor by an end that turned out not to be one.
-    short = replace(case, name="short", changes={**case.changes, "train.cycles": 3})
+    short = replace(ON_AHEAD, name="short", changes={**ON_AHEAD.changes, "train.cycles": 3})
     train(short, tmp_path)
-    longer = train(replace(case, name="short", resume="here"), tmp_path)
-    found["losses"] = found["losses"][-len(longer["losses"]) :]
-    assert_same(found, longer)
+    longer = train(replace(ON_AHEAD, name="short", resume="here"), tmp_path)
+    assert_same(rest(found, longer), longer)
+
+
+def rest(whole: dict[str, Tensor], resumed: dict[str, Tensor]) -> dict[str, Tensor]:
+    """What a whole run gave, its losses from where one was gone on with."""
+    return {**whole, "losses": whole["losses"][-len(resumed["losses"]) :]}
