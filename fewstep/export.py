@@ -10,6 +10,7 @@ from typing import final
 from fewstep.diffusion.samplers import Transition
 from fewstep.errors import UserError
 from fewstep.export_check import by_diffusers, check_samples, has_lora, with_lora
+from fewstep.export_kohya import check_kohya, export_kohya
 from fewstep.export_lora import LORA_FILE, export_lora
 from fewstep.export_readme import ExportFormat, dit_readme, sd3_readme
 from fewstep.files import saving
@@ -113,7 +114,10 @@ def export_run(
 
 
 def verify_export(run: Run, role: str, spec: SamplerSpec, directory: Path) -> None:
-    """Raise UserError unless plain diffusers gives our samples of all that an export holds."""
+    """Raise UserError unless plain diffusers gives our samples of all that an export holds.
+
+    Of an adapter's two files, one is sampled, and the other compared with it.
+    """
     roles = run.roles
     if (directory / "transformer").is_dir():
         check_samples(
@@ -128,6 +132,8 @@ def verify_export(run: Run, role: str, spec: SamplerSpec, directory: Path) -> No
             spec,
             lambda c: with_lora(roles, spec, file.parent, c),
         )
+        if isinstance(roles.model, SD3):
+            check_kohya(roles.model, file.parent)
 
 
 def replace_export(directory: Path, new: Path) -> None:
@@ -207,14 +213,14 @@ def write_export(
         # What is copied is looked for in the export; the rest stays where it is.
         named = settings.pipeline if source != Path(settings.pipeline) else str(source.resolve())
         settings = settings.model_copy(update={"pipeline": HERE if form == "pipeline" else named})
-    if form == "lora":
-        assert isinstance(storage, SharedBase)
-        export_lora(storage, role, directory)
-    else:
+    if form != "lora":
         network = storage.plain_network(role).to(device="cpu")
         write_pipeline(model, network, spec, directory)
-        if isinstance(storage, SharedBase):
-            export_lora(storage, role, directory / "lora")
+    if isinstance(storage, SharedBase):
+        folder = directory if form == "lora" else directory / "lora"
+        export_lora(storage, role, folder)
+        if isinstance(model, SD3):
+            export_kohya(folder, model.config.num_layers)
     description = ExportDescription(
         model=settings,
         sigmas=spec.sigmas,

@@ -58,8 +58,12 @@ pipeline.scheduler = FlowMatchEulerDiscreteScheduler(stochastic_sampling=$stocha
 image = pipeline("a red cat on a roof", $arguments).images[0]
 ```
 
-`pytorch_lora_weights.safetensors` has the names of diffusers, which ComfyUI's LoRA loader
-reads as well. Its alpha is its rank.
+`pytorch_lora_weights.safetensors` has the names of diffusers, and its alpha is its rank.
+"""
+_KOHYA = """
+`kohya_lora_weights.safetensors` is the same adapter as Kohya's sd-scripts write one, under the
+names of the original network. ComfyUI knows those names and diffusers'; neither program was run to
+check it.
 """
 _STOCHASTIC = """
 Each step but the first begins with fresh noise (`stochastic_sampling` of the scheduler). diffusers'
@@ -67,7 +71,7 @@ own class takes it from torch's global generator, whatever `generator` it is giv
 """
 _ADAPTER_TOO = """
 `transformer/` has the adapter merged; `lora/` holds it alone, for `load_lora_weights` on the
-teacher's pipeline.
+teacher's pipeline: that reads `pytorch_lora_weights.safetensors`.
 """
 
 
@@ -107,8 +111,8 @@ def _usage(run: Run, spec: SamplerSpec, form: ExportFormat) -> str:
     else:
         text = _PIPELINE + _ENCODED
     text += _STOCHASTIC if stochastic else ""
-    if isinstance(run.roles.storage, SharedBase) and form != "lora":
-        text += _ADAPTER_TOO
+    if isinstance(run.roles.storage, SharedBase):
+        text += _KOHYA if form == "lora" else _ADAPTER_TOO + _KOHYA
     return Template(text).substitute(
         base=settings.pipeline,
         without=_without(model),

@@ -24,6 +24,7 @@ from fewstep.data.items import Items
 from fewstep.errors import UserError
 from fewstep.export import export_run
 from fewstep.export_check import by_diffusers, compared, conditions_to_check, sampled
+from fewstep.export_kohya import kohya_tensors
 from fewstep.methods.method import SamplerSpec
 from fewstep.models.model import Model
 from fewstep.pipeline_engine import PipelineEngine
@@ -186,6 +187,7 @@ def test_the_readme_runs_as_written_also_with_the_stock_class(
     assert type(names["pipeline"]) is StableDiffusion3Pipeline
     torch.testing.assert_close(names["image"], expected, rtol=0, atol=1e-6)
     assert ("global generator" in text) == (name == "adapter")
+    assert ("kohya_lora_weights.safetensors" in text) == (name == "adapter")
     assert runs[name].recipe.model.weights in text
 
 
@@ -265,7 +267,7 @@ def test_the_adapter_loads_into_the_stock_pipeline_with_every_key(
     run = runs["adapter"]
     directory = export_run(run, tmp_path / "lora", form="lora")
     assert sorted(p.name for p in directory.iterdir()) == [
-        "README.md", "fewstep.json", LORA_FILE,
+        "README.md", "fewstep.json", "kohya_lora_weights.safetensors", LORA_FILE,
     ]  # fmt: skip
     code = re.findall(r"```python\n(.*?)```", (directory / "README.md").read_text(), re.DOTALL)[0]
     names: dict[str, Any] = {"torch": torch}
@@ -311,6 +313,22 @@ def test_programs_that_know_no_alpha_apply_the_adapter_at_its_strength(
     with safe_open(file, "pt") as opened:
         told = json.loads(opened.metadata()["lora_adapter_metadata"])
     assert told["transformer.lora_alpha"] == told["transformer.r"] == 2
+
+
+def test_an_adapter_that_kohyas_file_tells_otherwise_is_not_published(
+    runs: dict[str, fewstep.Run], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("fewstep.export_kohya.kohya_tensors", without_the_last)
+    for form in ("lora", "pipeline"):
+        with pytest.raises(UserError, match=r"kohya_lora_weights.safetensors is not the adapter"):
+            export_run(runs["adapter"], tmp_path / "export", form=form)  # type: ignore[arg-type]
+    assert list(tmp_path.iterdir()) == []
+
+
+def without_the_last(adapter: dict[str, Tensor], blocks: int) -> dict[str, Tensor]:
+    tensors = kohya_tensors(adapter, blocks)
+    tensors.popitem()
+    return tensors
 
 
 def test_a_student_that_is_no_adapter_has_none(

@@ -47,6 +47,7 @@ LAYERS = (
         "figures",
         "export",
         "export_lora",
+        "export_kohya",
         "export_check",
         "export_readme",
         "inspection",
