@@ -50,7 +50,7 @@ demo-distributed: .venv/.installed
 	$(BIN)/python examples/distributed_demo.py
 
 # By the groups of tests/conftest.py, in their order.
-PYTEST := $(BIN)/python -m pytest -n 2 --dist loadgroup --no-loadscope-reorder
+PYTEST := $(BIN)/python -m pytest -n 2 --no-loadscope-reorder
 test: .venv/.installed-dev
 	$(PYTEST) -m "not exhaustive"
 

@@ -16,6 +16,7 @@ import psutil
 import pytest
 import torch
 from torch import Tensor, nn
+from xdist.scheduler import LoadScopeScheduling
 
 from fewstep.config import Recipe, parse_recipe
 from fewstep.data.dataset import Dataset
@@ -50,19 +51,34 @@ RunCommand = Callable[..., tuple[int, str, str]]
 WORKERS = 2
 
 
-@pytest.hookimpl(tryfirst=True)  # before the plugin that reads the groups
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Group the tests for processes that share the work, those that take longest first.
+# Beside those with "on_ray" in their path, the files that need a Ray cluster.
+ON_RAY = ("test_text_to_image.py", "test_examples.py")
 
-    A group is a file, whose tests share what is made once. All that need the cluster are one group:
-    a second cluster would take a tenth of a processor even at rest.
+
+def group_of(file: str) -> str:
+    """The tests that one process does, as they share what is made once: a file, or all on Ray.
+
+    A second cluster would take a tenth of a processor even at rest.
     """
-    on_ray = {item.path for item in items if "cluster" in getattr(item, "fixturenames", ())}
+    return "ray" if "on_ray" in file or file.endswith(ON_RAY) else file
+
+
+class GroupScheduling(LoadScopeScheduling):
+    """Hands out whole groups."""
+
+    def _split_scope(self, nodeid: str) -> str:
+        return group_of(nodeid.partition("::")[0])
+
+
+def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> GroupScheduling:
+    """How several processes share the tests (`-n 2 --no-loadscope-reorder`)."""
+    return GroupScheduling(config, log)
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Put first what takes longest, so that no process is left alone with it at the end."""
     slow = {item.path for item in items if item.get_closest_marker("slow")}
-    items.sort(key=lambda item: (item.path not in on_ray, item.path not in slow))
-    for item in items:
-        name = "ray" if item.path in on_ray else item.path.name
-        item.add_marker(pytest.mark.xdist_group(name))
+    items.sort(key=lambda i: (group_of(i.path.as_posix()) != "ray", i.path not in slow))
 
 
 @pytest.fixture(params=["independent", "shared_base"])
