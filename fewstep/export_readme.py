@@ -62,8 +62,7 @@ image = pipeline("a red cat on a roof", $arguments).images[0]
 """
 _KOHYA = """
 `kohya_lora_weights.safetensors` is the same adapter as Kohya's sd-scripts write one, under the
-names of the original network. ComfyUI knows those names and diffusers'; neither program was run to
-check it.
+names of the original network. ComfyUI knows those names and diffusers'.
 """
 _STOCHASTIC = """
 Each step but the first begins with fresh noise (`stochastic_sampling` of the scheduler). diffusers'
