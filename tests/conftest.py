@@ -128,7 +128,7 @@ def recipe_values(tmp_path: Path) -> Callable[..., dict[str, Any]]:
         "model": network,
         "train": {"cycles": 4, "batch_size": 4},
         "checkpoint": {"every": 2, "keep": 2},
-        "logging": {"every": 1, "tensorboard": False},
+        "logging": {"every": 1, "teacher_samples": 2, "tensorboard": False},
         "ema": {"decay": 0.5},
     }
     methods: dict[str, dict[str, Any]] = {

@@ -45,7 +45,7 @@ def recipe(tmp_path: Path, storage: str, **method: object) -> fewstep.Recipe:
         "optimizers": {"student": {"lr": 1e-2}, "fake_score": {"lr": 1e-2}},
         "ema": {"decay": 0.5},
         "train": {"cycles": 3, "batch_size": 8},
-        "logging": {"tensorboard": False},
+        "logging": {"teacher_samples": 2, "tensorboard": False},
     }
     if storage == "shared_base":
         values["lora"] = {"rank": 4}

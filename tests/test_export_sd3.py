@@ -80,7 +80,7 @@ def recipe(directory: Path, model: dict[str, Any], **changes: Any) -> fewstep.Re
         "storage": storage,
         "optimizers": {"student": {"lr": 1e-2}, "fake_score": {"lr": 1e-2}},
         "train": {"cycles": 1, "batch_size": 2},
-        "logging": {"tensorboard": False},
+        "logging": {"teacher_samples": 2, "tensorboard": False},
         **changes,
     }
     if storage == "shared_base":

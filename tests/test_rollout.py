@@ -100,7 +100,7 @@ def make_recipe(storage: str, **changes: Any) -> Recipe:
         "optimizers": {"student": optimizer, "fake_score": optimizer},
         "ema": {"decay": 0.5},
         "train": {"cycles": 2, "batch_size": 6},
-        "logging": {"tensorboard": False},
+        "logging": {"teacher_samples": 2, "tensorboard": False},
     }
     if storage == "shared_base":
         values["lora"] = {"rank": 2}

@@ -39,7 +39,7 @@ def run(tmp_path: Path) -> fewstep.Run:
                 "optimizers": {"student": optimizer, "fake_score": optimizer},
                 "train": {"cycles": 2, "batch_size": 4},
                 "validation": {"every": 2, "samples": 16},
-                "logging": {"tensorboard": False},
+                "logging": {"teacher_samples": 2, "tensorboard": False},
             }
         )
     )

@@ -65,7 +65,7 @@ def recipe_of(folder: Path) -> Callable[..., Path]:
             "train": {"cycles": 3, "batch_size": 4, "micro_batch_size": 2},
             "validation": {"every": 2, "samples": 16, "metric": None},
             "checkpoint": {"every": 2},
-            "logging": {"tensorboard": False},
+            "logging": {"teacher_samples": 2, "tensorboard": False},
             "runtime": {"dtype": "float64"},
             **({"lora": {"rank": 2}} if storage == "shared_base" else {}),
             **changes,

@@ -166,7 +166,7 @@ def train_in_process(
     if run.complete:
         return run
     # All that may fail comes before the recipe is written, which makes it a run directory.
-    reference = teacher_statistics(run) if TEACHER_SCORE in run.roles else None
+    reference = teacher_statistics(run)
     judge = open_judge(recipe, model, dataset, items) if ranks.first else None
     ranks.barrier()  # every rank has looked at the directory as it was
     metrics = open_directory(recipe, start, resume, lock, ranks)
@@ -436,8 +436,14 @@ def write_recipe(directory: Path, recipe: Recipe) -> None:
     os.replace(temporary, directory / RECIPE)
 
 
-def teacher_statistics(run: Run, count: int = 64, steps: int = 16) -> dict[str, float]:
-    """Moments of the teacher's own samples, which the student's are held against."""
+def teacher_statistics(run: Run, steps: int = 16) -> dict[str, float] | None:
+    """Moments of the teacher's own samples, which the student's are held against.
+
+    None where there is no teacher, or `logging.teacher_samples` is 0.
+    """
+    count = run.recipe.logging.teacher_samples
+    if TEACHER_SCORE not in run.roles or not count:
+        return None
     guidance = getattr(run.recipe.method, "guidance", 1.0)
     # From where the student starts: an eps network says nothing of a sample that is all noise.
     first = run.method.sampler().sigmas[0]

@@ -27,6 +27,11 @@ class LoggingSettings(Settings):
     """What is written down during a run."""
 
     every: Annotated[int, Field(gt=0)] = Field(10, description="cycles between log entries")
+    teacher_samples: Annotated[int, Field(ge=0)] = Field(
+        64,
+        description="samples of the teacher, made whenever the run starts, that the spread of the "
+        "student's is held against; 0: none, and no warning of drift",
+    )
     tensorboard: bool = Field(True, description="write <run_dir>/tensorboard")
     wandb_project: str | None = Field(
         None, description="Weights & Biases project (needs the extra fewstep[wandb])"

@@ -50,7 +50,7 @@ RECIPE: dict[str, Any] = {
     "ema": {"decay": 0.9},
     "cycle": {"warmup_cycles": 5},
     "checkpoint": {"every": 1, "keep": 1},
-    "logging": {"tensorboard": False},
+    "logging": {"teacher_samples": 2, "tensorboard": False},
 }
 
 

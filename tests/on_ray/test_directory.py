@@ -31,7 +31,7 @@ def drive(elsewhere: str, directory: str) -> None:
             "method": {"name": "dmd2", "steps": 2, "fake_updates_per_student": 1},
             "optimizers": {"student": {"lr": 0.01}, "fake_score": {"lr": 0.01}},
             "train": {"cycles": 1, "batch_size": 8},
-            "logging": {"tensorboard": False},
+            "logging": {"teacher_samples": 2, "tensorboard": False},
             "launch": {"kind": "ray", "address": cluster.address},
         }
     )

@@ -29,7 +29,7 @@ def make_recipe(run_dir: Path, **sections: Any) -> fewstep.Recipe:
         # So large that samples go through the nodes' stores, not along with the calls.
         "train": {"cycles": 3, "batch_size": 20_000},
         "checkpoint": {"every": 10},
-        "logging": {"tensorboard": False},
+        "logging": {"teacher_samples": 2, "tensorboard": False},
         "runtime": {"dtype": "float64"},
         **sections,
     }

@@ -49,7 +49,7 @@ COMMON: dict[str, Any] = {
     },
     "train": {"cycles": CYCLES, "batch_size": 6},
     "checkpoint": {"every": 1000},
-    "logging": {"every": 1, "tensorboard": False},
+    "logging": {"every": 1, "teacher_samples": 2, "tensorboard": False},
     "ema": {"decay": 0.7, "start": 2},
     "runtime": {"dtype": "float64"},
 }

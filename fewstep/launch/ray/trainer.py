@@ -185,7 +185,7 @@ class TrainerProcess:
             run_fingerprint(recipe, self._worker),
             read,
             student.successful if student is not None else None,
-            teacher_statistics(run) if TEACHER_SCORE in self._worker.roles else None,
+            teacher_statistics(run),
             tensors,
             left,
         )
