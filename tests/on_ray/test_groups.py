@@ -89,12 +89,14 @@ def test_the_cycle_runs_as_it_was_planned(ran: dict[str, Any]) -> None:
     spans = [s for s in read_trace(ran["folder"] / "ray" / "timeline.json") if s.cycle == 2]
 
     def name(span: Span) -> str:
-        return f"{span.name} {span.lane.partition('/')[0]}" if span.kind == "offload" else span.name
+        if span.kind == "offload":
+            return f"{span.name} {span.lane.partition('/')[0]}"
+        return {"gather": "push"}.get(span.name, span.name)
 
     happened = [
         name(s)
         for s in sorted(spans, key=lambda s: s.start)
-        if s.name not in ("gather", "load", "confirm", "hand-off") and s.kind != "rollout"
+        if s.name not in ("load", "confirm", "hand-off") and s.kind != "rollout"
     ]
     planned = [s.name for s in cycle_steps(ran["recipe"], 2) if not s.name.startswith("rollout")]
     assert happened == [name for name in planned if name not in ("validate", "save")]

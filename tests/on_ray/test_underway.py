@@ -140,5 +140,5 @@ def test_a_rank_that_has_failed_does_nothing_that_was_sent_after(
     with pytest.raises(TrainingError, match="an earlier call has failed"):
         process.run_phase(NOTHING, None, now)
     with pytest.raises(TrainingError, match="an earlier call has failed"):
-        process.push("student", 0, 1, 1)
+        process.push("student", 0, 1)
     assert len(asked) == 1

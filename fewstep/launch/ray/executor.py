@@ -32,7 +32,7 @@ class GroupExecutor:
 
     The phases of a cycle are sent one after the other and waited for at its end (see `Underway`),
     so that no group has nothing to do while this process gets round to it. What is waited for at
-    once are samples, as a lost rollout worker is replaced, and whether the student was updated.
+    once are samples and that the rollout workers hold the student, as a lost one is replaced.
 
     Attributes:
         groups: by name, in the order in which they train.
@@ -83,10 +83,8 @@ class GroupExecutor:
         sent = group.run_phase(request, given, versions)
         staleness = self._staleness(request)
         if request.role == STUDENT and self._pool is not None:
-            # Before any other group takes this one's place on the accelerators.
-            self._result(sent)
-            if self._pool.version != self.version:
-                self._deliver_student()
+            # Along with it, before another group takes this one's place on the accelerators.
+            self._deliver_student()
         return sent, staleness
 
     def _result(self, sent: Sent, staleness: Mapping[str, float] | None = None) -> PhaseResult:
@@ -202,14 +200,14 @@ class GroupExecutor:
     def _deliver(self, role: str) -> None:
         assert self._pool is not None
         self._pool.wake(self._cycle)
-        with self.timeline.measure("push", DRIVER, "push", self._cycle):
-            self._pool.deliver(partial(self._push, role), self._cycle, self.version)
+        self._pool.deliver(partial(self._push, role), self._cycle)
+        self.version = self._pool.version
 
     def _push(self, role: str, take: Take) -> Sent:
         group = self._group_of(role)
         self._let_in(group, beside_rollouts=True)  # they take its weights
         bucket = self._recipe.rollout.bucket_mib
-        return group.push(role, bucket, self._cycle, self.version, take)
+        return group.push(role, bucket, self._cycle, take)
 
     def _let_in(self, group: TrainerGroup, beside_rollouts: bool) -> None:
         if not self._recipe.placement.offload:

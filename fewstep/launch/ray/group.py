@@ -131,17 +131,14 @@ class TrainerGroup:
             self._send_all("wake", "wake", cycle, *self._before)
             self.awake = True
 
-    def push(
-        self, role: str, bucket_mib: int, cycle: int, version: int, take: Callable[[Any], None]
-    ) -> Sent:
+    def push(self, role: str, bucket_mib: int, cycle: int, take: Callable[[Any], None]) -> Sent:
         """Give a role's weights away, portion by portion; the last one is not waited for.
 
         Args:
             role: whose.
             bucket_mib: size of a portion.
             cycle: for the timeline.
-            version: of these weights.
-            take: is given the reference of each portion: `Packed` tensors by canonical name.
+            take: is given the reference of each `Portion`.
 
         Returns:
             What the first rank answers to is what was given away, a `Confirmation`.
@@ -153,9 +150,7 @@ class TrainerGroup:
             if sent is not None:
                 sent.answers()
             pairs = [
-                actor.push.options(num_returns=2).remote(
-                    role, portion, version, cycle, *self._before
-                )
+                actor.push.options(num_returns=2).remote(role, portion, cycle, *self._before)
                 for actor in self._actors
             ]
             sent = self._send("push", [reply for reply, _ in pairs])

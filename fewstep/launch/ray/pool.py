@@ -151,13 +151,12 @@ class RolloutPool:
             return ordered.data
         raise self._too_often(what)
 
-    def deliver(self, push: Push, cycle: int, version: int) -> None:
+    def deliver(self, push: Push, cycle: int) -> None:
         """Give all workers the student's weights, and see that they hold them.
 
         Args:
             push: gives the weights away.
             cycle: for the timeline.
-            version: of these weights.
 
         Raises:
             TrainingError: where a worker holds something else afterwards.
@@ -176,7 +175,7 @@ class RolloutPool:
                 )
 
             pushed = push(take)
-            confirmed = [actor.confirm.remote(version, cycle) for actor in self._actors]
+            confirmed = [actor.confirm.remote(cycle) for actor in self._actors]
             sent: Confirmation = pushed.answers()[0]
             lost = self._lost([*calls, *zip(everyone, confirmed, strict=True)], "take weights")
             if lost:
@@ -185,7 +184,7 @@ class RolloutPool:
             self._gather("take weights", [i for i, _ in calls], [ref for _, ref in calls])
             found = self._replies("confirm weights", everyone, confirmed)
             check_confirmed(sent, dict(zip(self._names(everyone), found, strict=True)))
-            self.version = version
+            self.version = sent.version
             return
         raise self._too_often("new weights")
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from pathlib import Path
 from typing import final
 
@@ -18,7 +18,7 @@ from fewstep.diffusion.draw import Draw
 from fewstep.launch.local import load_data
 from fewstep.launch.ray.engines import open_engine
 from fewstep.launch.ray.external import ExternalData
-from fewstep.launch.ray.transport import Packed, unpack
+from fewstep.launch.ray.transport import Portion, unpack
 from fewstep.launch.ray.underway import Reply
 from fewstep.models.model import Model
 from fewstep.parallel.ranks import CPU, Ranks
@@ -115,17 +115,17 @@ class RolloutProcess:
         )
         return self._model.decode(self._engine.generate(rollout)).float().cpu()
 
-    def load_weights(self, portion: Mapping[str, Packed], cycle: int) -> None:
+    def load_weights(self, portion: Portion, cycle: int) -> None:
         """Take a portion of the student's weights."""
         with timed(self._taken.append, "load", self._lane, "push", cycle):
-            self._engine.load_weights(unpack(portion))
+            self._engine.load_weights(unpack(portion.tensors))
+            self._version = portion.version
 
-    def confirm(self, version: int, cycle: int) -> Reply:
+    def confirm(self, cycle: int) -> Reply:
         """Say what the engine holds now, all portions taken; with the spans of all."""
         spans, self._taken = self._taken, []
         with timed(spans.append, "confirm", self._lane, "push", cycle):
-            self._version = version
-            held = self._engine.bound(version)
+            held = self._engine.bound(self._version)
         return Reply(held, tuple(spans))
 
     def sleep(self, cycle: int) -> Reply:

@@ -42,13 +42,13 @@ from fewstep.launch.local import (
     teacher_statistics,
 )
 from fewstep.launch.ray.external import Expected, ExternalData, check_external
-from fewstep.launch.ray.transport import Packed, pack
+from fewstep.launch.ray.transport import Portion, pack
 from fewstep.launch.ray.underway import Reply
 from fewstep.methods.method import TensorSpec
 from fewstep.models.model import Model
 from fewstep.parallel.offload import Moved, Offload, held_tensors
 from fewstep.parallel.ranks import MeetingPlace, dissolve, meet
-from fewstep.roles.role import TEACHER_SCORE
+from fewstep.roles.role import STUDENT, TEACHER_SCORE
 from fewstep.run import Run, build_worker, load_weights, prompts_to_sample
 from fewstep.sampling import Samples
 from fewstep.training.phase import PhaseRequest
@@ -298,15 +298,12 @@ class TrainerProcess:
         )
         return len(self._buckets[role])
 
-    def push(
-        self, role: str, portion: int, version: int, cycle: int, *_: object
-    ) -> tuple[Reply, Mapping[str, Packed]]:
+    def push(self, role: str, portion: int, cycle: int, *_: object) -> tuple[Reply, Portion | None]:
         """One portion, whole, in main memory; of rank 0 alone, the others help to gather it.
 
         Args:
             role: whose.
             portion: its number; they are asked for in order.
-            version: of these weights.
             cycle: for the timeline.
 
         Returns:
@@ -318,13 +315,15 @@ class TrainerProcess:
         with self._in_turn(), self._timed(spans, "gather", "push", cycle):
             tensors = gather_bucket(self._worker, role, self._buckets[role][portion])
             if not self._ranks.first:
-                return Reply(None, tuple(spans)), {}
+                return Reply(None, tuple(spans)), None
             for name, tensor in tensors.items():
                 self._checksum.add(name, tensor)
         size = sum(t.nbytes for t in tensors.values())
         last = portion + 1 == len(self._buckets[role])
+        version = self._worker.roles[STUDENT].successful
         sent = self._checksum.confirmation(version) if last else None
-        return Reply(sent, tuple(replace(s, bytes=size) for s in spans)), pack(tensors)
+        spans = [replace(span, bytes=size) for span in spans]
+        return Reply(sent, tuple(spans)), Portion(version, pack(tensors))
 
     def leave(self) -> None:
         """Take leave of the other ranks."""

@@ -18,6 +18,18 @@ class Packed(NamedTuple):
     shape: tuple[int, ...]
 
 
+class Portion(NamedTuple):
+    """Some of a student's weights, or of its average's.
+
+    Attributes:
+        version: successful updates that the student has seen.
+        tensors: by canonical name.
+    """
+
+    version: int
+    tensors: Mapping[str, Packed]
+
+
 def pack(tensors: Mapping[str, Tensor]) -> dict[str, Packed]:
     """Contiguous tensors in main memory, on the same memory, for Ray to send."""
     return {
