@@ -84,9 +84,9 @@ def measure(run: OpenRun) -> Push:
     run.run_cycle(1)
     found, processors = [], processor_clock()
     for number in range(2, ROUNDS + 3):
-        push = partial(actor.push, "student", run.recipe.rollout.bucket_mib, number, number)
+        push = partial(actor.push, "student", run.recipe.rollout.bucket_mib, number)
         began, used = time.perf_counter(), processors()
-        pool.deliver(push, number, number)
+        pool.deliver(push, number)
         seconds, processor = time.perf_counter() - began, processors() - used
         values = run.timeline.cycle_values(number)
         found.append((values["push_bytes"], seconds, processor, values["push_seconds"]))

@@ -10,6 +10,7 @@ from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
+from functools import partial
 from multiprocessing import Pipe
 from multiprocessing.connection import Connection
 from pathlib import Path
@@ -20,6 +21,7 @@ import ray
 from benchmarks.ranks import on_ranks
 from benchmarks.setup import digits_recipe
 from fewstep.config import Recipe
+from fewstep.data.conditions import conditions_in_turn
 from fewstep.launch.ray.cluster import Cluster
 from fewstep.launch.ray.driver import (
     ShippedFromCaller,
@@ -110,7 +112,8 @@ def open_run(recipe: Recipe) -> Iterator[OpenRun]:
         groups = start_groups(cluster, placement, recipe, caller, None, underway)
         agree(groups, None, recipe)
         pool = start_pool(cluster, placement, recipe, caller, None, underway)
-        executor = GroupExecutor(recipe, groups, pool, timeline, version=0)
+        conditions = partial(conditions_in_turn, recipe.model.build().classes, None)
+        executor = GroupExecutor(recipe, groups, pool, timeline, 0, conditions)
         yield OpenRun(recipe, groups, pool, executor, timeline)
         executor.leave()
 
