@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import sys
 import time
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -11,8 +12,11 @@ import ray
 
 from fewstep.errors import TrainingError
 from fewstep.launch.ray.calls import Call
+from fewstep.launch.ray.pool import ATTEMPTS, RolloutPool
 from fewstep.launch.ray.trainer import TrainerProcess
 from fewstep.launch.ray.underway import Reply, Underway
+from fewstep.parallel.offload import Offload
+from fewstep.parallel.ranks import CPU
 from fewstep.training.phase import PhaseRequest
 from fewstep.training.timeline import Span
 
@@ -105,6 +109,54 @@ def test_what_fails_first_is_told_and_nothing_waits_for_what_follows(processes: 
 
 
 @pytest.mark.slow
+def test_what_follows_on_all_ranks_or_on_none_is_done_by_none(processes: Any) -> None:
+    underway = Underway(60, lambda spans: None)
+    first, other = processes
+    lost = other.work.remote("broken", 0.0)
+    refs = [first.work.remote("phase", 0.0), other.work.remote("phase", 0.0, lost)]
+    sent = [Call(ref, f"b/{rank}", "phase") for rank, ref in enumerate(refs)]
+    underway.send("b", sent)
+    assert underway.before("b") == []
+    last = underway.last()
+    pushed = [process.work.remote("push", 0.0, *last) for process in processes]
+    underway.send("b", [Call(ref, f"b/{rank}", "push") for rank, ref in enumerate(pushed)])
+    with pytest.raises(TrainingError, match=r"^group b, rank 1, phase"):
+        underway.settle()
+    done = [[name for name, _, _ in ray.get(process.said.remote())] for process in processes]
+    assert done == [["phase"], []]
+
+
+def test_a_worker_that_takes_no_weights_is_waited_for_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    loads, waits = [], []
+
+    class Silent:
+        """Stands for a rollout worker that answers nothing: only what it is sent is looked at."""
+
+        def __getattr__(self, method: str) -> Any:
+            remote = lambda *what: loads.append(method) or object()  # noqa: E731
+            return SimpleNamespace(remote=remote)
+
+    def wait(refs: Any, *, num_returns: int, timeout: float) -> Any:
+        waits.append(num_returns)
+        return [], refs
+
+    def push(take: Any) -> Any:
+        for portion in range(5):
+            take(portion)
+        return SimpleNamespace(answers=lambda: [None])
+
+    pool = object.__new__(RolloutPool)
+    pool._actors, pool._timeout, pool._last_loss = [Silent(), Silent()], 1.0, "silent"
+    monkeypatch.setattr("fewstep.launch.ray.pool.ray.wait", wait)
+    monkeypatch.setattr(pool, "_lost", lambda calls, what: [0, 1], raising=False)
+    monkeypatch.setattr(pool, "_restart", lambda lost: None, raising=False)
+    with pytest.raises(TrainingError, match="lost 3 times in a row at new weights"):
+        pool.deliver(push, 1)
+    assert waits == [2] * ATTEMPTS
+    assert loads.count("load_weights") == 2 * ATTEMPTS
+
+
+@pytest.mark.slow
 def test_samples_are_not_waited_for_once_a_group_has_failed(processes: Any) -> None:
     underway = Underway(60, lambda spans: None)
     first, other = processes
@@ -134,6 +186,7 @@ def test_a_rank_that_has_failed_does_nothing_that_was_sent_after(
     monkeypatch.setattr("logging.Logger.setLevel", lambda self, level: None)
     process = TrainerProcess("a", 0, 1, make_recipe("dmd2", {"runtime.threads": 1}))
     process._worker = Broken()  # type: ignore[assignment]
+    process._offload = Offload(CPU, list)
     now = range(1)
     with pytest.raises(ValueError, match="out of luck"):
         process.run_phase(NOTHING, None, now)
@@ -142,3 +195,19 @@ def test_a_rank_that_has_failed_does_nothing_that_was_sent_after(
     with pytest.raises(TrainingError, match="an earlier call has failed"):
         process.push("student", 0, 1)
     assert len(asked) == 1
+
+
+def test_nothing_is_done_with_weights_that_are_away(
+    make_recipe: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("logging.Logger.setLevel", lambda self, level: None)
+    process = TrainerProcess("a", 0, 1, make_recipe("dmd2", {"runtime.threads": 1}))
+    process._offload = Offload(CPU, list)
+    process._offload.sleep()
+    for ask in (
+        lambda: process.run_phase(NOTHING, None, range(1)),
+        lambda: process.push("student", 0, 1),
+    ):
+        process._failed = False
+        with pytest.raises(TrainingError, match="in main memory"):
+            ask()

@@ -83,7 +83,7 @@ class GroupExecutor:
         sent = group.run_phase(request, given, versions)
         staleness = self._staleness(request)
         if request.role == STUDENT and self._pool is not None:
-            # Along with it, before another group takes this one's place on the accelerators.
+            # Along with it (if the workers are awake), before another group takes its place.
             self._deliver_student()
         return sent, staleness
 

@@ -149,8 +149,9 @@ class TrainerGroup:
         for portion in range(self._portions[role]):
             if sent is not None:
                 sent.answers()
+            last = self._underway.last()
             pairs = [
-                actor.push.options(num_returns=2).remote(role, portion, cycle, *self._before)
+                actor.push.options(num_returns=2).remote(role, portion, cycle, *last)
                 for actor in self._actors
             ]
             sent = self._send("push", [reply for reply, _ in pairs])

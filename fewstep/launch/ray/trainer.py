@@ -358,6 +358,7 @@ class TrainerProcess:
         if self._failed:
             raise TrainingError("not done, as an earlier call has failed here")
         try:
+            self._offload.require_awake("what was asked for")
             yield
         except BaseException:
             self._failed = True

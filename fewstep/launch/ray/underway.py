@@ -88,6 +88,13 @@ class Underway:
             return []
         return [call.ref for call in self._queue[-1].calls]
 
+    def last(self) -> list[Any]:
+        """The same for a call that must not be done by some ranks only, if that one fails on one.
+
+        References of what was sent last, to whichever group.
+        """
+        return [call.ref for call in self._queue[-1].calls] if self._queue else []
+
     def take_first(self) -> None:
         """Wait for the call that was sent first; its processes' spans are handed on.
 
