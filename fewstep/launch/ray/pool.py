@@ -5,6 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import Any, final
 
@@ -164,17 +165,8 @@ class RolloutPool:
         everyone = range(len(self._actors))
         for _ in range(ATTEMPTS):
             calls: list[tuple[int, Any]] = []
-
-            def take(portion: Any, calls: list[tuple[int, Any]] = calls) -> None:
-                # One portion on its way at a time: a whole student need not fit into the store.
-                before = [ref for _, ref in calls[-len(self._actors) :]]
-                if before:
-                    ray.wait(before, num_returns=len(before), timeout=self._timeout)
-                calls.extend(
-                    (i, self._actors[i].load_weights.remote(portion, cycle)) for i in everyone
-                )
-
-            pushed = push(take)
+            late: list[Any] = []
+            pushed = push(partial(self._hand_on, calls, late, cycle))
             confirmed = [actor.confirm.remote(cycle) for actor in self._actors]
             sent: Confirmation = pushed.answers()[0]
             lost = self._lost([*calls, *zip(everyone, confirmed, strict=True)], "take weights")
@@ -187,6 +179,22 @@ class RolloutPool:
             self.version = sent.version
             return
         raise self._too_often("new weights")
+
+    def _hand_on(
+        self, calls: list[tuple[int, Any]], late: list[Any], cycle: int, portion: Any
+    ) -> None:
+        """Send a portion to all workers, once all have taken the one before it.
+
+        So a whole student need not fit into the store. If one of them does not answer in time,
+        nobody is sent any more: it would be waited for again with every portion.
+        """
+        before = [ref for _, ref in calls[-len(self._actors) :]]
+        if before and not late:
+            late += ray.wait(before, num_returns=len(before), timeout=self._timeout)[1]
+        if not late:
+            calls += [
+                (i, a.load_weights.remote(portion, cycle)) for i, a in enumerate(self._actors)
+            ]
 
     def sample(self, settings: ValidationSettings, deliver: Callable[[], None]) -> Tensor:
         """The images that validation wants (see `validation_samples`), by all workers together.
