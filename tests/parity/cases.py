@@ -263,6 +263,11 @@ def largest_difference(
     return max(found)
 
 
+def rest_of(whole: dict[str, Tensor], resumed: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """What a whole run gave, its losses from where one was gone on with."""
+    return {**whole, "losses": whole["losses"][-len(resumed["losses"]) :]}
+
+
 def run_cases(ranks: Ranks, cases: Sequence[Case], out: Path) -> None:
     """Be one rank: run every case, rank 0 writes what came out."""
     logging.getLogger("fewstep").setLevel(logging.ERROR)

@@ -12,7 +12,7 @@ from typing import Any
 import cases
 import pytest
 import torch
-from cases import Case, Odd, largest_difference, make_recipe, train
+from cases import Case, Odd, largest_difference, make_recipe, rest_of, train
 from ray import cloudpickle
 from safetensors.torch import load_file
 from torch import Tensor
@@ -152,8 +152,7 @@ def test_two_and_two_cycles_in_two_groups_are_four_bit_for_bit(
     found = train(on_ray(case, groups, resume="here"), tmp_path)
     expected = load_file(launched / f"{case.name}.result")
     assert 0 < len(found["losses"]) < len(expected["losses"])
-    expected["losses"] = expected["losses"][-len(found["losses"]) :]
-    assert_same(expected, found)
+    assert_same(rest_of(expected, found), found)
 
 
 @pytest.mark.slow
@@ -183,7 +182,7 @@ def test_a_run_of_one_process_is_gone_on_with_in_two_groups(
 
 def assert_close(expected: dict[str, Tensor], found: dict[str, Tensor]) -> None:
     assert torch.equal(expected["counters"], found["counters"])
-    expected["losses"] = expected["losses"][-len(found["losses"]) :]
+    expected = rest_of(expected, found)
     for part in ("losses", "networks", "samples"):
         difference, where = largest_difference(expected, found, part)
         assert difference < 1e-9, where
@@ -265,15 +264,10 @@ def test_samples_in_flight_are_not_lost_by_an_end(
     train(replace(ON_AHEAD, name="again", stop_after=3), tmp_path)
     assert list((tmp_path / "again").glob("checkpoints/cycle_000003/rollouts.safetensors"))
     again = train(replace(ON_AHEAD, name="again", resume="here"), tmp_path)
-    assert_same(rest(found, again), again)
+    assert_same(rest_of(found, again), again)
 
     # Nor by an end that turned out not to be one.
     short = replace(ON_AHEAD, name="short", changes={**ON_AHEAD.changes, "train.cycles": 3})
     train(short, tmp_path)
     longer = train(replace(ON_AHEAD, name="short", resume="here"), tmp_path)
-    assert_same(rest(found, longer), longer)
-
-
-def rest(whole: dict[str, Tensor], resumed: dict[str, Tensor]) -> dict[str, Tensor]:
-    """What a whole run gave, its losses from where one was gone on with."""
-    return {**whole, "losses": whole["losses"][-len(resumed["losses"]) :]}
+    assert_same(rest_of(found, longer), longer)
