@@ -55,11 +55,12 @@ WORKERS = 2
 ON_RAY = ("test_text_to_image.py", "test_examples.py")
 
 
-def group_of(file: str) -> str:
+def group_of(nodeid: str) -> str:
     """The tests that one process does, as they share what is made once: a file, or all on Ray.
 
     A second cluster would take a tenth of a processor even at rest.
     """
+    file = nodeid.partition("::")[0]
     return "ray" if "on_ray" in file or file.endswith(ON_RAY) else file
 
 
@@ -67,7 +68,7 @@ class GroupScheduling(LoadScopeScheduling):
     """Hands out whole groups."""
 
     def _split_scope(self, nodeid: str) -> str:
-        return group_of(nodeid.partition("::")[0])
+        return group_of(nodeid)
 
 
 def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> GroupScheduling:
@@ -78,7 +79,7 @@ def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> GroupSchedul
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """Put first what takes longest, so that no process is left alone with it at the end."""
     slow = {item.path for item in items if item.get_closest_marker("slow")}
-    items.sort(key=lambda i: (group_of(i.path.as_posix()) != "ray", i.path not in slow))
+    items.sort(key=lambda i: (group_of(i.nodeid) != "ray", i.path not in slow))
 
 
 @pytest.fixture(params=["independent", "shared_base"])
