@@ -84,9 +84,8 @@ class Underway:
         Ray keeps the order within a group. If the last call is of another group, that one must
         have finished, on all ranks.
         """
-        if not self._queue or self._queue[-1].group == group:
-            return []
-        return [call.ref for call in self._queue[-1].calls]
+        same = bool(self._queue) and self._queue[-1].group == group
+        return [] if same else self.last()
 
     def last(self) -> list[Any]:
         """The same for a call that must not be done by some ranks only, if that one fails on one.
