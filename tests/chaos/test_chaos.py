@@ -13,7 +13,7 @@ from chaos import differences, finish, kill_again_and_again, write_recipe
 @pytest.mark.exhaustive
 @pytest.mark.timeout(400)
 def test_a_killed_run_ends_with_the_same_bits(tmp_path: Path) -> None:
-    cycles = 60
+    cycles = 80
     whole = write_recipe(tmp_path / "whole.yaml", tmp_path / "whole", cycles)
     killed = write_recipe(tmp_path / "killed.yaml", tmp_path / "killed", cycles)
     finish(whole, "fsdp2", "checkpoint.every=1000")

@@ -39,6 +39,8 @@ def test_the_error_of_an_exact_teacher_is_that_of_the_posterior_mean(
     expected = float((mean - x0).norm() / x0.norm())
     errors = one_step_errors(model, network, x0, eps, {}, sigma)
     assert errors[kind] == pytest.approx(expected, rel=1e-9)  # type: ignore[index]
+    assert min(errors, key=lambda read: errors[read]) == kind  # type: ignore[call-overload]
+    assert sigma == LEVELS[1] or expected < sigma
     check_prediction(model, network, x0, eps, {})
 
 

@@ -21,7 +21,7 @@ EACH = {"parallel.reduce_each_micro_batch": True}
 OFFLOAD = {"parallel.cpu_offload": True}
 SEVERAL = {"method.fake_updates_per_student": 2}
 HYBRID = {"parallel.shard_size": 2}
-MANY = {"train.cycles": 8}
+MANY = {"train.cycles": 10}
 JOINT = {"method.adversarial.trained_with": "fake_score", "optimizers.discriminator": None}
 
 
