@@ -33,12 +33,13 @@ from fewstep.launch.ray.cluster import Cluster, check_answers
 from fewstep.launch.ray.driver import agree
 from fewstep.launch.ray.group import TrainerGroup
 from fewstep.launch.ray.pool import RolloutPool
-from fewstep.launch.ray.underway import Underway
+from fewstep.launch.ray.underway import Sent, Underway
 from fewstep.models.mixture import PointNetwork
 from fewstep.models.module import ModuleModel
 from fewstep.parallel.settings import LaunchSettings
 from fewstep.placement import Placement, Seat
-from fewstep.run import resolve_recipe
+from fewstep.pretrained import resolve_recipe
+from fewstep.training.phase import PhaseRequest
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(600)]
 
@@ -184,6 +185,43 @@ def test_lost_rollout_workers_are_replaced(
     assert len(lost) == 4, lost
     alone = make_recipe("dmd2", {**CHEAP, **changes, "run_dir": str(tmp_path / "alone")})
     assert_equal_states(flat_state(fewstep.train(alone)), flat_state(run))
+
+
+def test_rollout_workers_that_die_while_the_student_trains_are_replaced(
+    nothing_left: Any,
+    make_recipe: Callable[..., Recipe],
+    model: Faulty,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    flat_state: Any,
+    assert_equal_states: Any,
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    run_phase = TrainerGroup.run_phase
+
+    def run_phase_(self: TrainerGroup, request: PhaseRequest, *rest: Any) -> Sent:
+        sent = run_phase(self, request, *rest)
+        if request.role == "student" and request.cycle in (2, 3):
+            os.kill(model.pid("rollout/0"), signal.SIGKILL)  # before the push is sent
+        return sent
+
+    monkeypatch.setattr(TrainerGroup, "run_phase", run_phase_)
+    recipe = make_recipe("dmd2", {**SPLIT, "train.cycles": 4})
+    run = fewstep.train(recipe, model=model)
+    lost = [r.getMessage() for r in caplog.records if "rollout/0 was lost" in r.getMessage()]
+    assert len(lost) == 2, lost
+    alone = {**CHEAP, **FAKE_FIRST, "train.cycles": 4, "run_dir": str(tmp_path / "alone")}
+    assert_equal_states(flat_state(fewstep.train(make_recipe("dmd2", alone))), flat_state(run))
+
+
+def test_a_broken_rank_of_the_actor_ends_the_run_though_a_push_was_sent_along(
+    nothing_left: Any, make_recipe: Callable[..., Recipe], model: Faulty
+) -> None:
+    recipe = make_recipe("dmd2", {**SPLIT, "launch.processes": 2})
+    says = "^group actor, rank 1, cycle 3, phase student .*: ValueError: this rank is broken"
+    with pytest.raises(TrainingError, match=says):
+        fewstep.train(recipe, model=model, on_cycle=model.arm_after(2, "actor/1", "raise"))
+    assert model.seconds("actor/1") < SECONDS
 
 
 @pytest.mark.exhaustive
