@@ -14,10 +14,11 @@ from rich.table import Table
 from benchmarks.memory_sharded import CHANGES, NETWORK
 from benchmarks.ranks import on_ranks
 from benchmarks.setup import digits_recipe
+from fewstep.build import build_worker
 from fewstep.checkpoint import CheckpointSettings, Saver, checkpoint_path, load_checkpoint
 from fewstep.models.dit import DiTSettings
 from fewstep.parallel.ranks import Ranks
-from fewstep.run import build_worker, load_weights
+from fewstep.pretrained import load_weights
 from fewstep.training.cycle import CycleSettings
 from fewstep.training.loop import run_cycle
 from fewstep.training.worker import Worker

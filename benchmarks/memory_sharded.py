@@ -29,10 +29,11 @@ from benchmarks.scaling_model import (
     weight_bytes,
 )
 from benchmarks.setup import STORAGES, digits_recipe, digits_worker
+from fewstep.build import build_worker
 from fewstep.config import Recipe
 from fewstep.models.dit import DiTNetwork, DiTSettings
 from fewstep.parallel.ranks import SINGLE, Ranks
-from fewstep.run import build_worker, load_weights, resolve_recipe
+from fewstep.pretrained import load_weights, resolve_recipe
 from fewstep.training.cycle import CycleSettings
 from fewstep.training.loop import run_cycle
 from fewstep.training.worker import Worker

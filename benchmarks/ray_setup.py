@@ -20,6 +20,7 @@ import ray
 
 from benchmarks.ranks import on_ranks
 from benchmarks.setup import digits_recipe
+from fewstep.build import build_worker
 from fewstep.config import Recipe
 from fewstep.data.conditions import conditions_in_turn
 from fewstep.launch.ray.cluster import Cluster
@@ -35,7 +36,7 @@ from fewstep.launch.ray.group import TrainerGroup
 from fewstep.launch.ray.pool import RolloutPool
 from fewstep.launch.ray.underway import Underway
 from fewstep.parallel.ranks import Ranks
-from fewstep.run import build_worker, load_weights, resolve_recipe
+from fewstep.pretrained import load_weights, resolve_recipe
 from fewstep.training.loop import run_cycle
 from fewstep.training.timeline import Timeline
 

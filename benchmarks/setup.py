@@ -5,9 +5,10 @@ import time
 from collections.abc import Callable, Sequence
 
 import fewstep
+from fewstep.build import build_worker
 from fewstep.config import Recipe
 from fewstep.parallel.ranks import SINGLE, Ranks
-from fewstep.run import build_worker, load_weights
+from fewstep.pretrained import load_weights
 from fewstep.training.worker import Worker
 
 STORAGES = ("independent", "shared_base")

@@ -11,6 +11,7 @@ from typing import Any, final
 import torch
 
 from fewstep.activations import Kept, kept_by_forward
+from fewstep.build import build_storage, seeded
 from fewstep.config import Recipe, parse_recipe
 from fewstep.errors import UserError
 from fewstep.grouping import group_of
@@ -27,9 +28,9 @@ from fewstep.memory import (
 from fewstep.models.model import Model, empty_network
 from fewstep.parallel.ranks import Ranks
 from fewstep.placement import groups_of, rollout_workers
+from fewstep.pretrained import resolve_recipe
 from fewstep.roles.role import FAKE_SCORE, STUDENT, mark_trained
 from fewstep.roles.storage import Storage
-from fewstep.run import build_storage, resolve_recipe, seeded
 from fewstep.training.reduction import micro_batches
 
 MORE_RANKS = (2, 4, 8, 16, 32, 64)

@@ -14,6 +14,7 @@ from rich.syntax import Syntax
 from rich.table import Table
 from safetensors import safe_open
 
+from fewstep.build import build_roles, build_storage
 from fewstep.checkpoint import (
     TENSORS,
     checkpoint_cycle,
@@ -25,8 +26,9 @@ from fewstep.checkpoint import (
     verify_checkpoint,
 )
 from fewstep.config import Recipe, dump_recipe
+from fewstep.pretrained import RECIPE, resolve_recipe
 from fewstep.roles.role import Roles
-from fewstep.run import RECIPE, build_roles, build_storage, open_run, resolve_recipe
+from fewstep.run import open_run
 from fewstep.training.cycle import plan_cycle
 
 MEBIBYTE = 2**20

@@ -15,9 +15,10 @@ from fewstep.data.settings import DATA, BuiltInData, DataSettings
 from fewstep.errors import UserError
 from fewstep.export import DESCRIPTION, read_description
 from fewstep.methods.method import SamplerSpec
+from fewstep.pretrained import Which, is_run_directory
 from fewstep.roles.role import STUDENT, TEACHER_SCORE, Roles
 from fewstep.roles.storage import Independent
-from fewstep.run import Run, Which, is_run_directory, open_result, open_run
+from fewstep.run import Run, open_result, open_run
 from fewstep.sampling import Samples, cpu_threads, sample_role
 
 

@@ -20,6 +20,7 @@ from sd3_pipeline import TINY_SD3, tiny_pipeline, write_tiny_pipeline
 from torch import Tensor
 
 import fewstep
+from fewstep.build import build_worker
 from fewstep.data.items import Items
 from fewstep.errors import UserError
 from fewstep.export import export_run
@@ -28,8 +29,9 @@ from fewstep.export_kohya import kohya_tensors
 from fewstep.methods.method import SamplerSpec
 from fewstep.models.model import Model
 from fewstep.pipeline_engine import PipelineEngine
+from fewstep.pretrained import load_weights, resolve_recipe
 from fewstep.rollout import StudentEngine
-from fewstep.run import build_worker, load_weights, open_run, resolve_recipe
+from fewstep.run import open_run
 from fewstep.sampling import rollout_of_samples
 from fewstep.source import open_source
 

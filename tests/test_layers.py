@@ -31,6 +31,8 @@ LAYERS = (
     ),
     ("validation", "rollout", "weights"),
     ("config",),
+    ("build",),
+    ("pretrained",),
     ("run",),
     (
         "pipeline",

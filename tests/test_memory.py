@@ -20,6 +20,7 @@ from torch.autograd.graph import saved_tensors_hooks
 from fewstep import load_recipe, memory_tables
 from fewstep.activations import Kept, kept_by_forward
 from fewstep.budget import Estimator, remedies, samples_of, spread_of, structure_of
+from fewstep.build import build_worker
 from fewstep.errors import UserError
 from fewstep.memory import (
     GIGABYTE,
@@ -39,7 +40,7 @@ from fewstep.models.model import Model
 from fewstep.models.module import ModuleModel
 from fewstep.parallel.compute import recompute_in_backward
 from fewstep.parallel.ranks import SINGLE
-from fewstep.run import build_worker, load_weights, resolve_recipe
+from fewstep.pretrained import load_weights, resolve_recipe
 from fewstep.training.loop import run_cycle
 
 ROOT = Path(__file__).parents[1]

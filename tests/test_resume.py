@@ -24,7 +24,8 @@ from fewstep.data.batches import DataBatches
 from fewstep.data.dataset import Dataset
 from fewstep.errors import UserError
 from fewstep.launch.local import train
-from fewstep.run import open_result, open_run, resolve_recipe
+from fewstep.pretrained import resolve_recipe
+from fewstep.run import open_result, open_run
 from fewstep.training.loop import StopRequest
 from fewstep.validation import ValidationHook
 

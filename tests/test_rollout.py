@@ -21,6 +21,7 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 
 import fewstep
+from fewstep.build import build_roles, build_storage, build_worker, seeded
 from fewstep.config import Recipe, parse_recipe
 from fewstep.data.batches import Batch, ConditionBatches
 from fewstep.diffusion.draw import Draw
@@ -34,8 +35,8 @@ from fewstep.models.module import ModuleModel
 from fewstep.parallel.ranks import CPU, SINGLE, Ranks
 from fewstep.parallel.sharding import build_sharding, spread
 from fewstep.pipeline_engine import PipelineEngine, build_engine
+from fewstep.pretrained import load_weights
 from fewstep.rollout import RolloutEngine, StudentEngine
-from fewstep.run import build_roles, build_storage, build_worker, load_weights, seeded
 from fewstep.training.worker import Worker
 from fewstep.weights import (
     Checksum,

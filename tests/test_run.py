@@ -14,6 +14,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+from fewstep.build import build_worker, seeded
 from fewstep.checkpoint import complete_checkpoints
 from fewstep.config import dump_recipe, load_recipe
 from fewstep.data.dataset import Dataset
@@ -23,7 +24,8 @@ from fewstep.launch.local import train
 from fewstep.methods.dmd2 import DMD2
 from fewstep.models.mixture import MixtureNetwork, PointNetwork
 from fewstep.models.module import ModuleModel
-from fewstep.run import build_worker, load_weights, open_run, resolve_recipe, seeded
+from fewstep.pretrained import load_weights, resolve_recipe
+from fewstep.run import open_run
 from fewstep.training.loop import StopRequest
 
 pytestmark = pytest.mark.usefixtures("no_sync")
@@ -302,7 +304,9 @@ def test_a_network_that_cannot_work_is_refused(make_recipe, build, text) -> None
     assert not Path(recipe.run_dir).exists()
 
 
-@pytest.mark.parametrize("part", ["teacher_statistics", "build_judge", "open_metrics"])
+@pytest.mark.parametrize(
+    "part", ["local.teacher_statistics", "local.build_judge", "directory.open_metrics"]
+)
 @pytest.mark.parametrize("failure", [UserError, KeyboardInterrupt])
 def test_what_fails_before_the_first_cycle_leaves_no_run(
     make_recipe, ten_images, monkeypatch, part, failure
@@ -312,7 +316,7 @@ def test_what_fails_before_the_first_cycle_leaves_no_run(
 
     recipe = make_recipe("dmd2", {"validation": {"every": 1, "samples": 16}, "data.name": "custom"})
     with monkeypatch.context() as patch:
-        patch.setattr(f"fewstep.launch.local.{part}", fail)
+        patch.setattr(f"fewstep.launch.{part}", fail)
         with pytest.raises(failure, match="not now"):
             train(recipe, data=ten_images)
     assert not (Path(recipe.run_dir) / "recipe.yaml").exists()

@@ -12,8 +12,9 @@ from rich.console import Console
 
 from fewstep.config import Recipe
 from fewstep.errors import INTERRUPTED, TERMINATED, UserError
+from fewstep.launch.directory import Resume
 from fewstep.launch.hooks import OnCycle
-from fewstep.launch.local import Resume, ray_driver, train
+from fewstep.launch.local import ray_driver, train
 from fewstep.launch.processes import (
     Ended,
     check_launch,

@@ -14,13 +14,14 @@ from fewstep.data.encode import OnProgress, encode_data
 from fewstep.data.settings import TextToImageData
 from fewstep.errors import UserError
 from fewstep.files import saving
-from fewstep.launch.local import check_device, join_ranks
+from fewstep.launch.local import join_ranks
 from fewstep.launch.lock import RunLock
 from fewstep.launch.processes import Ended, check_devices, launch
+from fewstep.launch.trials import check_device
 from fewstep.models.model import Model
 from fewstep.parallel.failures import Reached, telling_others
 from fewstep.parallel.ranks import launched_ranks, leave
-from fewstep.run import resolve_recipe
+from fewstep.pretrained import resolve_recipe
 from fewstep.sampling import cpu_threads
 
 SHOWN = 10

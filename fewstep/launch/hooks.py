@@ -15,7 +15,8 @@ from fewstep.config import Recipe, dump_recipe, fingerprint
 from fewstep.data.batches import DataBatches
 from fewstep.images import write_samples
 from fewstep.parallel.ranks import SINGLE, Ranks
-from fewstep.run import RECIPE, Run
+from fewstep.pretrained import RECIPE
+from fewstep.run import Run
 from fewstep.sampling import Samples
 from fewstep.training.loop import Hook
 from fewstep.training.metrics import DriftMonitor, LoggingHook, Metrics

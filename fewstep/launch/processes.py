@@ -19,13 +19,13 @@ from torch.distributed.elastic.multiprocessing import SignalException
 from torch.distributed.elastic.multiprocessing.errors import ChildFailedError, ProcessFailure
 from torch.distributed.launcher.api import LaunchConfig, elastic_launch
 
+from fewstep.build import check_ranks
 from fewstep.config import Recipe
 from fewstep.errors import INTERRUPTED, TERMINATED, UserError
-from fewstep.launch.local import Resume, check_directory, is_resumed
+from fewstep.launch.directory import Resume, check_directory, is_resumed
 from fewstep.launch.lock import RunLock
 from fewstep.parallel.failures import own_rank
 from fewstep.parallel.ranks import CPU, Ranks
-from fewstep.run import check_ranks
 
 # Where rank 0 writes its exit code: the launcher says nothing of it where it was stopped itself.
 EXIT_CODE = "FEWSTEP_EXIT_CODE_FILE"

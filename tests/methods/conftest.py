@@ -11,16 +11,17 @@ import torch
 from heads import ON, MakeWorker
 from torch import Tensor, nn
 
+from fewstep.build import build_worker
 from fewstep.data.batches import Batch
 from fewstep.data.dataset import Dataset
 from fewstep.models.dit import DiT, DiTNetwork
 from fewstep.models.mixture import MixtureSettings
 from fewstep.models.model import Condition, Model
 from fewstep.parallel.sharding import Replicated, spread
+from fewstep.pretrained import load_weights
 from fewstep.roles.optimizer import OptimizerSettings
 from fewstep.roles.role import FAKE_SCORE, STUDENT, TEACHER_SCORE, Roles
 from fewstep.roles.storage import LoraSettings, Storage, build_independent, build_shared_base
-from fewstep.run import build_worker, load_weights
 from fewstep.training.worker import Worker
 
 TRAINED = {STUDENT: OptimizerSettings(lr=1e-3), FAKE_SCORE: OptimizerSettings(lr=1e-3)}

@@ -13,12 +13,13 @@ from heads import ON, OPTIMIZER, MakeWorker, gradients, phase_loss, run_in_two_p
 from torch import Tensor, nn
 
 import fewstep
+from fewstep.build import build_worker
 from fewstep.data.dataset import Dataset
 from fewstep.diffusion.draw import Draw
 from fewstep.errors import UserError
 from fewstep.methods.adversarial import Adversary
 from fewstep.methods.dmd2 import DMD2
-from fewstep.run import build_worker, load_weights
+from fewstep.pretrained import load_weights
 from fewstep.training.cycle import plan_cycle
 from fewstep.training.loop import run_cycle
 

@@ -9,13 +9,14 @@ import pytest
 import torch
 from torch import Tensor
 
+from fewstep.build import build_worker
 from fewstep.config import load_recipe
 from fewstep.evaluation import sliced_wasserstein_distance
 from fewstep.launch.local import train
 from fewstep.models.mixture import Mixture
 from fewstep.models.model import pretrained
 from fewstep.roles.role import STUDENT, STUDENT_EMA
-from fewstep.run import Run, build_worker
+from fewstep.run import Run
 
 RECIPE = Path(__file__).parents[2] / "recipes" / "mixture" / "dmd2.yaml"
 COUNT = 4000

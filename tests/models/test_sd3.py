@@ -22,8 +22,8 @@ from fewstep.models.sd3 import SD3, SD3Settings
 from fewstep.models.sd3_files import schedule_shift
 from fewstep.models.sd3_network import SD3Network
 from fewstep.parallel.compute import recompute_in_backward
+from fewstep.pretrained import load_weights, resolve_recipe
 from fewstep.roles.storage import SharedBase
-from fewstep.run import load_weights, resolve_recipe
 
 SIZE = SD3Network(**{k: v for k, v in TINY_SD3.items() if k != "out_channels"})
 WEIGHTS = "diffusion_pytorch_model.safetensors"

@@ -18,11 +18,12 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from benchmarks.ranks import on_ranks
+from fewstep.build import build_worker
 from fewstep.config import parse_recipe
 from fewstep.errors import TrainingError
 from fewstep.parallel.offload import CHUNK_BYTES, Moved, Offload, held_tensors
 from fewstep.parallel.ranks import SINGLE, Ranks
-from fewstep.run import build_worker, load_weights, resolve_recipe
+from fewstep.pretrained import load_weights, resolve_recipe
 from fewstep.training.cycle import CycleSettings, plan_cycle
 from fewstep.training.worker import Worker
 

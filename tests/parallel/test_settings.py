@@ -8,6 +8,7 @@ import pytest
 import torch
 from torch import nn
 
+from fewstep.build import check_ranks
 from fewstep.errors import UserError
 from fewstep.launch.local import train
 from fewstep.models.module import ModuleModel
@@ -15,7 +16,6 @@ from fewstep.parallel.fully_sharded import check_shardable, separate_blocks
 from fewstep.parallel.ranks import CPU, Ranks
 from fewstep.parallel.settings import ParallelSettings
 from fewstep.parallel.sharding import build_sharding
-from fewstep.run import check_ranks
 
 
 @pytest.mark.parametrize("kind", ["none", "ddp"])

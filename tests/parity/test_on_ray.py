@@ -17,9 +17,10 @@ from ray import cloudpickle
 from safetensors.torch import load_file
 from torch import Tensor
 
+from fewstep.build import build_worker
 from fewstep.diffusion.draw import Draw
 from fewstep.models.module import ModuleModel
-from fewstep.run import build_worker, load_weights
+from fewstep.pretrained import load_weights
 from fewstep.training.cycle import plan_cycle
 
 # The cluster's processes cannot import it.

@@ -13,22 +13,22 @@ from typing import Any, final
 
 import ray
 
+from fewstep.build import check_ranks
 from fewstep.checkpoint import check_all_read, checkpoint_cycle, latest_checkpoint
 from fewstep.config import Recipe, check_fingerprint, fingerprint
 from fewstep.data.conditions import conditions_in_turn
 from fewstep.data.items import Items
 from fewstep.errors import UserError
-from fewstep.launch.hooks import CheckpointHook, OnCycle, build_hooks
-from fewstep.launch.local import (
+from fewstep.launch.directory import (
     TIMELINE,
     Resume,
-    load_data,
     look_at_directory,
     open_directory,
-    open_judge,
     read_fingerprint,
     resumed_recipe,
 )
+from fewstep.launch.hooks import CheckpointHook, OnCycle, build_hooks
+from fewstep.launch.local import load_data, open_judge
 from fewstep.launch.lock import RunLock
 from fewstep.launch.ray.cluster import Cluster
 from fewstep.launch.ray.executor import GroupExecutor
@@ -41,8 +41,9 @@ from fewstep.models.model import Model
 from fewstep.parallel.ranks import CPU, Ranks
 from fewstep.pipeline_engine import check_engine
 from fewstep.placement import Placement, groups_of, place, rollout_workers
+from fewstep.pretrained import resolve_recipe
 from fewstep.roles.role import STUDENT
-from fewstep.run import Trained, check_ranks, prompts_to_sample, resolve_recipe
+from fewstep.run import Trained, prompts_to_sample
 from fewstep.sampling import cpu_threads
 from fewstep.training.loop import StopRequest, train_cycles
 from fewstep.training.metrics import Metrics

@@ -6,14 +6,16 @@ from pathlib import Path
 
 import torch
 
+from fewstep.build import build_worker
 from fewstep.checkpoint import load_network
 from fewstep.config import Recipe
 from fewstep.models.model import Model
 from fewstep.parallel.ranks import Ranks
 from fewstep.pipeline_engine import build_engine
+from fewstep.pretrained import load_weights
 from fewstep.roles.role import STUDENT, TEACHER_SCORE
 from fewstep.rollout import RolloutEngine
-from fewstep.run import build_worker, for_one_process, load_weights
+from fewstep.run import for_one_process
 from fewstep.weights import Confirmation, canonical_names, confirm
 
 

@@ -10,6 +10,7 @@ from typing import final
 import torch
 from torch import Tensor
 
+from fewstep.build import build_batches
 from fewstep.config import Recipe
 from fewstep.data.batches import Batch
 from fewstep.data.conditions import conditions_in_turn
@@ -22,7 +23,7 @@ from fewstep.launch.ray.transport import Portion, unpack
 from fewstep.launch.ray.underway import Reply
 from fewstep.models.model import Model
 from fewstep.parallel.ranks import CPU, Ranks
-from fewstep.run import build_batches, prompts_to_sample
+from fewstep.run import prompts_to_sample
 from fewstep.sampling import rollout_of_samples
 from fewstep.training.reduction import micro_batches
 from fewstep.training.timeline import Span, timed

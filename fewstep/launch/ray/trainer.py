@@ -16,6 +16,7 @@ import ray
 import torch
 
 from fewstep import files
+from fewstep.build import build_worker
 from fewstep.checkpoint import (
     MANIFEST,
     Background,
@@ -34,22 +35,18 @@ from fewstep.diffusion.draw import Draw
 from fewstep.errors import TrainingError
 from fewstep.files import FileEntry
 from fewstep.launch.hooks import run_fingerprint
-from fewstep.launch.local import (
-    check_network,
-    check_teacher,
-    load_data,
-    reporting,
-    teacher_statistics,
-)
+from fewstep.launch.local import load_data
 from fewstep.launch.ray.external import Expected, ExternalData, check_external
 from fewstep.launch.ray.transport import Portion, pack
 from fewstep.launch.ray.underway import Reply
+from fewstep.launch.trials import check_network, check_teacher, reporting, teacher_statistics
 from fewstep.methods.method import TensorSpec
 from fewstep.models.model import Model
 from fewstep.parallel.offload import Moved, Offload, held_tensors
 from fewstep.parallel.ranks import MeetingPlace, dissolve, meet
+from fewstep.pretrained import load_weights
 from fewstep.roles.role import STUDENT, TEACHER_SCORE
-from fewstep.run import Run, build_worker, load_weights, prompts_to_sample
+from fewstep.run import Run, prompts_to_sample
 from fewstep.sampling import Samples
 from fewstep.training.phase import PhaseRequest
 from fewstep.training.timeline import Kind, Span, timed

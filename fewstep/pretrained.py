@@ -1,0 +1,127 @@
+"""The network that a run starts from: a teacher's weights, those of another run, or new ones."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Literal
+
+import torch
+from torch import nn
+
+from fewstep.build import build_storage, seeded
+from fewstep.checkpoint import (
+    best_checkpoint,
+    complete_checkpoints,
+    latest_checkpoint,
+    load_network,
+    read_best,
+)
+from fewstep.config import Recipe, load_recipe
+from fewstep.errors import UserError
+from fewstep.models import ModelSettings
+from fewstep.models.model import (
+    Model,
+    Pretrained,
+    SizedByWeights,
+    empty_network,
+    pretrained,
+)
+from fewstep.parallel.materialize import Filler
+from fewstep.parallel.ranks import SINGLE, Ranks
+from fewstep.parallel.sharding import Replicated
+from fewstep.validation import sampled_role
+
+Which = Literal["latest", "best"]
+RECIPE = "recipe.yaml"
+
+
+def is_run_directory(path: Path) -> bool:
+    """Whether a run has been started there."""
+    return (path / RECIPE).is_file()
+
+
+def find_checkpoint(directory: Path, which: Which | None) -> Path:
+    """The latest or the best checkpoint; None: the best, or the latest of a run never validated."""
+    if which is None:
+        which = "best" if read_best(directory) is not None else "latest"
+    return best_checkpoint(directory) if which == "best" else latest_checkpoint(directory)
+
+
+def resolve_recipe(recipe: Recipe, resumed: Recipe | None = None) -> Recipe:
+    """Fill in what is decided elsewhere: the network by the teacher's weights, the grid by steps.
+
+    Args:
+        recipe: as it is given.
+        resumed: the resolved one of a run that is gone on with. It knows the network of the same
+            weights, which are not looked at then: they may be gone.
+
+    Raises:
+        UserError: where the weights do not exist or contradict the recipe.
+    """
+    recipe = recipe.model_copy(update={"method": recipe.method.resolved()})
+    settings = recipe.model
+    if not isinstance(settings, SizedByWeights) or settings.weights is None:
+        return recipe
+    source = Path(settings.weights)
+    trained: ModelSettings | None = None
+    if resumed is not None and resumed.model.weights == settings.weights:
+        source, trained = Path(resumed.run_dir), resumed.model
+    elif is_run_directory(source):
+        trained = load_recipe(source / RECIPE).model
+    if trained is not None:
+        if type(trained) is not type(settings):
+            raise UserError(
+                f"model.family is {settings.family!r}, but {source} was trained with "
+                f"{trained.family!r}"
+            )
+        for key in settings.model_fields_set - settings.chosen_anew:
+            given, value = getattr(settings, key), getattr(trained, key, None)
+            if given is not None and given != value:
+                raise UserError(
+                    f"model.{key} is {given!r}, but {source} was trained with {value!r}"
+                )
+        anew = settings.model_fields_set & settings.chosen_anew
+        settings = trained.model_copy(update={key: getattr(settings, key) for key in anew})
+    else:
+        settings = settings.with_network_of(source)
+    return recipe.model_copy(update={"model": settings})
+
+
+def load_weights(recipe: Recipe, model: Model, ranks: Ranks = SINGLE) -> Pretrained:
+    """The network that a run starts from: the weights of the recipe, or new ones by its seed.
+
+    Only rank 0 reads them, or makes new ones; the others know the structure.
+    """
+    source = recipe.model.weights
+    if source is None or is_run_directory(Path(source)):
+        if not ranks.first:
+            return Pretrained(empty_network(model.build_network), {})
+        if source is not None:
+            return pretrained(open_network(Path(source), model))
+        with seeded(recipe.seed, "network"):
+            return pretrained(model.build_network())
+    return model.open_network(Path(source))
+
+
+def open_network(directory: Path, model: Model) -> nn.Module:
+    """The network that a run has trained, whole and plain; nothing else of the run is read.
+
+    Raises:
+        UserError: where there is no complete checkpoint, or it is damaged.
+    """
+    if not complete_checkpoints(directory):
+        raise UserError(
+            f"model.weights: the run {directory} has no complete checkpoint yet; train it first"
+        )
+    recipe, checkpoint = load_recipe(directory / RECIPE), find_checkpoint(directory, None)
+    with seeded(recipe.seed, "roles"):
+        structure = empty_network(model.build_network)
+        storage = build_storage(recipe, model, structure, recipe.roles)
+    role = sampled_role(recipe.roles)
+    name = storage.network_of(role)
+    network = storage.networks[name]
+    filler = Filler(SINGLE, getattr(torch, recipe.runtime.dtype), None, storage.source_key)
+    Replicated().shard(storage, name, model.blocks, filler)
+    load_network(checkpoint, name, storage.tensors[name])
+    storage.networks = {name: network}
+    return storage.plain_network(role)
