@@ -7,7 +7,7 @@ from pathlib import Path
 
 from fewstep.errors import UserError
 
-HUB_NAME = re.compile(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*")
+HUB_NAME = re.compile(r"([A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*)(?:@([\w./-]+))?")
 # A repository may hold the same weights several times: for other programs, in other precisions.
 COMPONENTS = (
     "transformer",
@@ -27,32 +27,42 @@ def directory_of(name: str, key: str) -> Path:
     """The directory that a recipe names; one on the hub is downloaded, or found in its cache.
 
     Args:
-        name: a path, or OWNER/NAME on the hub; a path that exists comes first.
+        name: a path, or OWNER/NAME on the hub, or OWNER/NAME@REVISION for a commit, branch or tag
+            of it; a path that exists comes first.
         key: of the recipe, for messages.
 
     Raises:
         UserError: where there is no such directory, or it cannot be had from the hub.
     """
-    path = Path(name)
-    if path.exists() or not HUB_NAME.fullmatch(name):
+    path, on_hub = Path(name), HUB_NAME.fullmatch(name)
+    if path.exists() or on_hub is None:
         return path
+    repository, revision = on_hub.groups()
     from huggingface_hub import snapshot_download
     from huggingface_hub.errors import (
         GatedRepoError,
         HfHubHTTPError,
         LocalEntryNotFoundError,
         RepositoryNotFoundError,
+        RevisionNotFoundError,
     )
 
     there = f"{key}: {name} is no directory here, and on the Hugging Face hub"
     patterns = ["model_index.json", *(f"{component}/*" for component in COMPONENTS)]
     try:
-        found = snapshot_download(name, allow_patterns=patterns, ignore_patterns=list(NOT_NEEDED))
+        found = snapshot_download(
+            repository,
+            revision=revision,
+            allow_patterns=patterns,
+            ignore_patterns=list(NOT_NEEDED),
+        )
     except GatedRepoError as error:
         raise UserError(
-            f"{there} it is gated: accept its licence at https://huggingface.co/{name}, then log "
-            f"in by `hf auth login` or set HF_TOKEN"
+            f"{there} it is gated: accept its licence at https://huggingface.co/{repository}, then "
+            f"log in by `hf auth login` or set HF_TOKEN"
         ) from error
+    except RevisionNotFoundError as error:
+        raise UserError(f"{there} it has no commit, branch or tag {revision!r}") from error
     except RepositoryNotFoundError as error:
         raise UserError(
             f"{there} it does not exist, or is private: check the name, or log in by "
@@ -62,6 +72,6 @@ def directory_of(name: str, key: str) -> Path:
         raise UserError(
             f"{there} it could not be reached, nor is all of it in the cache. Check the path or "
             f"the connection (HF_HUB_OFFLINE must not be set), or download it where there is one "
-            f"by `hf download {name}`: {error}"
+            f"by `hf download {repository}`: {error}"
         ) from error
     return Path(found)

@@ -42,7 +42,8 @@ class SD3Settings(Settings):
     weights: str | None = Field(
         None,
         description="a run directory; a pipeline or a transformer as diffusers writes it; or a "
-        "name on the Hugging Face hub, such as stabilityai/stable-diffusion-3.5-medium",
+        "name on the Hugging Face hub, such as stabilityai/stable-diffusion-3.5-medium, with "
+        "@REVISION after it for one commit, branch or tag",
     )
     network: SD3Network | None = Field(
         None, description="size of a new network; with weights it is read from them"

@@ -379,6 +379,11 @@ def test_a_name_on_the_hub_is_downloaded(
     assert resolved.model.build().teacher_shift() == 3.0
     assert {name for name, _ in asked} == {"owner/sd-3.5"}
     assert "text_encoder_3/*" in asked[0][1]["allow_patterns"]
+    assert {options["revision"] for _, options in asked} == {None}
+    asked.clear()
+    resolved = resolve_recipe(recipe(tmp_path, {"weights": "owner/sd-3.5@refs/pr/7"}))
+    assert resolved.model.pipeline == "owner/sd-3.5@refs/pr/7"
+    assert {(name, o["revision"]) for name, o in asked} == {("owner/sd-3.5", "refs/pr/7")}
 
 
 def test_a_hub_out_of_reach_says_what_to_do(
