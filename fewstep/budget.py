@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
+from functools import cached_property
 from pathlib import Path
 from typing import Any, final
 
@@ -13,6 +14,7 @@ import torch
 from fewstep.activations import Kept, kept_by_forward
 from fewstep.build import build_storage, seeded
 from fewstep.config import Recipe, parse_recipe
+from fewstep.decoding import image_bytes, weight_bytes
 from fewstep.errors import UserError
 from fewstep.grouping import group_of
 from fewstep.memory import (
@@ -93,9 +95,17 @@ class Estimator:
             activations=kept and kept.activations(recompute, *passes_of(recipe)),
             copies=0 if kept is None or spread.sharded else kept.copies(recompute),
         )
-        if len(memories) == 1 and not self._rollout(ranks):
-            return memories[0]
-        return on_one_device(memories, self._rollout(ranks), recipe.placement.offload)
+        memory = memories[0]
+        if len(memories) > 1 or self._rollout(ranks):
+            memory = on_one_device(memories, self._rollout(ranks), recipe.placement.offload)
+        decoder, images = self._decoding
+        return replace(memory, decoder=decoder, images=images)
+
+    @cached_property
+    def _decoding(self) -> tuple[int, int]:
+        """Bytes of the weights that make images of samples, and of what comes and goes then."""
+        decoder = self.model.decoder() if self.recipe.validation is not None else None
+        return (weight_bytes(decoder), image_bytes(decoder)) if decoder is not None else (0, 0)
 
     def kept(self, samples: int, recipe: Recipe, sharded: bool) -> Kept | None:
         """What the student's forward pass keeps; None where it cannot be counted."""

@@ -35,6 +35,7 @@ app = typer.Typer(
 console = Console()
 errors = Console(stderr=True)
 
+DEVICE = "As in cuda or cpu; by default where it was trained, or the CPU if that is not here."
 UNTOUCHED = "interrupted; what was saved before is untouched"
 
 
@@ -182,6 +183,7 @@ def sample(
     role: Annotated[
         str | None, typer.Option(help="Whose network; by default student_ema where there is one.")
     ] = None,
+    device: Annotated[str | None, typer.Option(help=DEVICE)] = None,
 ) -> None:
     """Sample a run or an export, on the grid that it was trained on."""
     from fewstep.export import DESCRIPTION
@@ -191,7 +193,7 @@ def sample(
     if (role is not None or which is not None) and (source / DESCRIPTION).is_file():
         option = "--role" if role is not None else "--which"
         raise UserError(f"{option}: {source} is an export, which holds one network; leave it out")
-    opened = open_source(source, which, role)
+    opened = open_source(source, which, role, device)
     spec = opened.sampler(steps)
     if steps is not None and opened.few_step and spec.sigmas != opened.sampler(None).sigmas:
         trained = opened.sampler(None).steps
@@ -232,6 +234,7 @@ def evaluate(
         Literal["latest", "best"] | None,
         typer.Option(help="Checkpoint of a run; by default the best, if it was validated."),
     ] = None,
+    device: Annotated[str | None, typer.Option(help=DEVICE)] = None,
 ) -> None:
     """Compare teachers and students with the real data, on the same noise and classes.
 
@@ -243,7 +246,7 @@ def evaluate(
     from fewstep.results import evaluation_table
     from fewstep.source import open_source
 
-    opened = [open_source(path, which) for path in sources]
+    opened = [open_source(path, which, device=device) for path in sources]
     counts = parse_numbers(steps, "--steps", least=1, most=1000)
 
     def report_row(row: dict[str, Any]) -> None:

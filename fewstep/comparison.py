@@ -47,7 +47,7 @@ def evaluate_sources(
         on_result: called with each row as it is done.
 
     Returns:
-        The evaluation document, and the samples by "<name>, <n> steps".
+        The evaluation document, and the first 16 samples by "<name>, <n> steps".
 
     Raises:
         UserError: where the sources have no real data to be compared with, or different ones, or
@@ -55,7 +55,8 @@ def evaluate_sources(
     """
     sources, first = _with_prompts(sources)
     real = dataset if dataset is not None else _load_data(first)
-    evaluator = build_evaluator(real, first.roles.model, features, first.data.name)
+    model, device = first.roles.model, first.roles.device
+    evaluator = build_evaluator(real, model, features, first.data.name, device)
     score = ClipScore(clip) if clip is not None else None
     if evaluator is None and score is None:
         raise UserError(
@@ -75,7 +76,8 @@ def evaluate_sources(
             if score is not None and made.conditions.prompts is not None:
                 fit = score(made.images, made.conditions.prompts)
             rows.append(result_row(name, spec.steps, spec.nfe, made.seconds, metrics, fit))
-            images[f"{name}, {count_steps(spec.steps)}"] = made.images
+            # Thousands of large ones would not fit beside each other.
+            images[f"{name}, {count_steps(spec.steps)}"] = made.images[:PICTURED].clone()
             on_result(rows[-1])
     return evaluation_document(rows, evaluator.floor() if evaluator else None), images
 
@@ -170,7 +172,7 @@ def comparison_rows(document: Mapping[str, Any], images: Mapping[str, Tensor]) -
     """The pictures' rows: teachers at their most steps and at the students' number, students.
 
     Returns:
-        Row label -> first images [<= 16, ...], teachers before students, most steps first.
+        Row label -> images, teachers before students, most steps first.
     """
     results = document["results"]
     counts: dict[str, list[int]] = {}
@@ -182,4 +184,4 @@ def comparison_rows(document: Mapping[str, Any], images: Mapping[str, Tensor]) -
         for row, label in zip(results, images, strict=True)
         if row["steps"] in wanted or row["steps"] == max(counts[row["model"]])
     ]
-    return {label: images[label][:PICTURED] for _, _, label in sorted(chosen)}
+    return {label: images[label] for _, _, label in sorted(chosen)}

@@ -121,6 +121,8 @@ class RankMemory:
         units: of a sharded network, what is gathered at once. An estimate.
         copies: weights in the lower precision that is computed in. An estimate.
         activations: what a micro-batch needs. An estimate; None: unknown.
+        decoder: of a text-to-image network, kept from the first validation on.
+        images: what it needs to make images. An estimate.
         rollout: networks of the rollout workers on the same device.
         main_memory: what `parallel.cpu_offload` and `placement.offload` keep off the device.
     """
@@ -134,19 +136,25 @@ class RankMemory:
     units: int = 0
     copies: int = 0
     activations: int | None = 0
+    decoder: int = 0
+    images: int = 0
     rollout: int = 0
     main_memory: int = 0
 
     @property
     def kept(self) -> int:
         """What is there all the time."""
-        return self.frozen + self.trained + self.buffers + self.optimizer + self.rollout
+        weights = self.frozen + self.trained + self.buffers + self.decoder + self.rollout
+        return weights + self.optimizer
 
     @property
     def passing(self) -> int:
-        """What comes and goes with a phase, all of it at once: no less than it needs."""
+        """What comes and goes with a phase, all of it at once: no less than it needs.
+
+        No images are made while a phase keeps activations.
+        """
         moving = self.gradients + self.communication + self.units + self.copies
-        return moving + (self.activations or 0)
+        return moving + max(self.activations or 0, self.images)
 
     @property
     def needed(self) -> int:

@@ -50,6 +50,8 @@ LINES: tuple[tuple[str, Callable[[RankMemory], int | None], bool], ...] = (
     ("gathered units", lambda m: m.units, True),
     ("weights in lower precision", lambda m: m.copies, True),
     ("activations", lambda m: m.activations, True),
+    ("autoencoder, to validate", lambda m: m.decoder, False),
+    ("images, in place of activations", lambda m: m.images, True),
     ("CUDA, fragments", lambda m: m.reserve, True),
 )
 
@@ -233,7 +235,7 @@ def _notes(recipe: Recipe, memories: Mapping[int, RankMemory]) -> list[str]:
             "are missing from the sums."
         )
     if hasattr(recipe.model, "pipeline"):
-        notes.append("Text encoders and autoencoder are not there: data are encoded beforehand.")
+        notes.append("Text encoders are not there: data are encoded beforehand.")
     return notes
 
 

@@ -26,9 +26,9 @@ from fewstep.models.model import (
     empty_network,
     pretrained,
 )
-from fewstep.parallel.materialize import Filler
-from fewstep.parallel.ranks import SINGLE, Ranks
-from fewstep.parallel.sharding import Replicated
+from fewstep.parallel.ranks import CPU, SINGLE, Ranks
+from fewstep.parallel.sharding import Replicated, spread
+from fewstep.roles.role import STUDENT, TEACHER_SCORE, Roles
 from fewstep.validation import sampled_role
 
 Which = Literal["latest", "best"]
@@ -113,15 +113,47 @@ def open_network(directory: Path, model: Model) -> nn.Module:
         raise UserError(
             f"model.weights: the run {directory} has no complete checkpoint yet; train it first"
         )
-    recipe, checkpoint = load_recipe(directory / RECIPE), find_checkpoint(directory, None)
-    with seeded(recipe.seed, "roles"):
-        structure = empty_network(model.build_network)
-        storage = build_storage(recipe, model, structure, recipe.roles)
+    recipe = load_recipe(directory / RECIPE)
     role = sampled_role(recipe.roles)
+    roles = open_role(recipe, model, role, find_checkpoint(directory, None))
+    return roles.storage.plain_network(role)
+
+
+def open_role(
+    recipe: Recipe,
+    model: Model,
+    role: str,
+    checkpoint: Path,
+    device: torch.device = CPU,
+    compute_dtype: torch.dtype | None = None,
+) -> Roles:
+    """One role of a run; networks that it does not need, and optimizers, are not read.
+
+    Args:
+        recipe: of the run.
+        model: the adapter.
+        role: a denoiser.
+        checkpoint: of the run.
+        device: where its network shall be.
+        compute_dtype: of matrix products, where it is another than the weights'.
+
+    Raises:
+        UserError: where the checkpoint is damaged, or of another network.
+    """
+    # A shared base is built with an adapter at least; that of the student is there as well.
+    bare = recipe.lora is not None and role == TEACHER_SCORE
+    names, dtype = (role, STUDENT) if bare else (role,), getattr(torch, recipe.runtime.dtype)
+    with seeded(recipe.seed, "roles"):
+        storage = build_storage(recipe, model, empty_network(model.build_network), names)
+    spread(
+        storage,
+        Replicated(Ranks(0, 1, device, grouped=False)),
+        model.blocks,
+        None,
+        dtype=dtype,
+        compute_dtype=compute_dtype,
+    )
+    roles = Roles(model, storage, names, {}, device=device, dtype=dtype)
     name = storage.network_of(role)
-    network = storage.networks[name]
-    filler = Filler(SINGLE, getattr(torch, recipe.runtime.dtype), None, storage.source_key)
-    Replicated().shard(storage, name, model.blocks, filler)
-    load_network(checkpoint, name, storage.tensors[name])
-    storage.networks = {name: network}
-    return storage.plain_network(role)
+    load_network(checkpoint, name, storage.tensors[name], partial=recipe.lora is not None)
+    return roles

@@ -159,11 +159,7 @@ def open_run(
     recipe = load_recipe(directory / RECIPE)
     checkpoint = find_checkpoint(directory, which)
     model = model or recipe.model.build()
-    items = None
-    try:
-        items = prompts_to_sample(recipe, model)
-    except UserError as error:  # prompts of one's own can be sampled all the same
-        logger.warning("%s", error)
+    items = prompts_that_are_left(recipe, model)
     # However it was trained: a run is opened whole, by one process.
     worker = build_worker(for_one_process(recipe), model, None, teacher=None)
     state = load_checkpoint(checkpoint, worker.empty_state)
@@ -186,6 +182,15 @@ def for_one_process(recipe: Recipe) -> Recipe:
 def open_result(directory: Path | str, model: Model | None = None) -> Run:
     """Open a run at its best checkpoint, or at the latest where it was never validated."""
     return open_run(directory, None, model)
+
+
+def prompts_that_are_left(recipe: Recipe, model: Model) -> Items | None:
+    """`prompts_to_sample` of a run that is opened; None, with a warning, where they are gone."""
+    try:
+        return prompts_to_sample(recipe, model)
+    except UserError as error:  # prompts of one's own can be sampled all the same
+        logger.warning("%s", error)
+        return None
 
 
 def prompts_to_sample(recipe: Recipe, model: Model, given: Items | None = None) -> Items | None:

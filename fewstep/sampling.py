@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -19,6 +20,9 @@ from fewstep.methods.method import Rollout, SamplerSpec, trained_transition
 from fewstep.models.model import Condition, Denoiser, Model
 from fewstep.parallel.ranks import SINGLE, Ranks
 from fewstep.roles.role import Roles
+
+# Of samples that one network call is given: a few hundred small ones, or 4 latents of 1024 pixels.
+MOST_AT_ONCE, NUMBERS_AT_ONCE = 256, 2**20
 
 
 @final
@@ -51,7 +55,7 @@ def sample_role(
     conditions: Conditions,
     *,
     seed: int = 0,
-    batch_size: int = 256,
+    batch_size: int | None = None,
     on_batch: Callable[[int], None] = lambda done: None,
     ranks: Ranks = SINGLE,
     decode: bool = True,
@@ -64,7 +68,7 @@ def sample_role(
         spec: grid, solver and guidance.
         conditions: of each sample.
         seed: of the initial noise, which is the same for every role and solver.
-        batch_size: samples at once.
+        batch_size: samples at once; None: `samples_at_once`.
         on_batch: called with the number of samples finished.
         ranks: that share the work; every one of them calls this, and gets all samples.
         decode: whether samples are made into images, or stay as the network has them.
@@ -73,25 +77,30 @@ def sample_role(
         ValueError: where the conditions do not fit the network.
     """
     check_conditions(roles.model, conditions)
-    count = len(conditions)
+    count, at_once = len(conditions), batch_size or samples_at_once(roles.model)
     mine = ranks.share(count)
     # As many calls on every rank, since a sharded network is gathered by all at once.
-    rounds = range(0, -(-count // ranks.size), batch_size)
+    rounds = range(0, -(-count // ranks.size), at_once)
     ids = torch.arange(mine.start, max(mine.stop, mine.start + rounds.stop), device=roles.device)
     ids = ids.clamp(max=count - 1)
     parts, calls, seconds = [], 0, 0.0
     with torch.no_grad(), roles.use(role) as denoiser:
         for start in rounds:
-            some = ids[start : start + batch_size]
+            some = ids[start : start + at_once]
             condition = placed(conditions.of(some.cpu()), roles.device, roles.dtype)
             began = time.perf_counter()
             samples, calls = sample_batch(denoiser, spec, some, condition, seed, roles.dtype)
             images = roles.model.decode(samples) if decode else samples
             parts.append(images.float().cpu())
             seconds += time.perf_counter() - began
-            on_batch(min(start + batch_size, count))
+            on_batch(min(start + at_once, count))
     gathered = ranks.gather_shares(torch.cat(parts)[: len(mine)], count)
     return Samples(gathered, conditions, seconds, calls)
+
+
+def samples_at_once(model: Model) -> int:
+    """How many samples of a network's size are made together, where nobody says."""
+    return max(1, min(MOST_AT_ONCE, NUMBERS_AT_ONCE // math.prod(model.sample_shape)))
 
 
 def placed(condition: Condition, device: torch.device, dtype: torch.dtype) -> dict[str, Tensor]:

@@ -9,17 +9,21 @@ from typing import final
 
 import torch
 
+from fewstep.config import load_recipe
 from fewstep.data.conditions import Conditions, conditions_in_turn, tensor_conditions
 from fewstep.data.items import Items
 from fewstep.data.settings import DATA, BuiltInData, DataSettings
 from fewstep.errors import UserError
 from fewstep.export import DESCRIPTION, read_description
 from fewstep.methods.method import SamplerSpec
-from fewstep.pretrained import Which, is_run_directory
-from fewstep.roles.role import STUDENT, TEACHER_SCORE, Roles
+from fewstep.parallel.ranks import CPU, why_unusable
+from fewstep.pretrained import RECIPE, Which, find_checkpoint, is_run_directory, open_role
+from fewstep.roles.role import DISCRIMINATOR, STUDENT, TEACHER_SCORE, Roles
 from fewstep.roles.storage import Independent
-from fewstep.run import Run, open_result, open_run
+from fewstep.run import Run, prompts_that_are_left
 from fewstep.sampling import Samples, cpu_threads, sample_role
+from fewstep.training.metrics import logger
+from fewstep.validation import sampled_role
 
 
 @final
@@ -37,6 +41,7 @@ class Source:
         data: the real data that it is judged by.
         threads: CPU threads to sample with; None: as many as torch uses already.
         items: whose prompts its samples have, where the network takes any.
+        text_dtype: in which text encoders compute; None: that of the network's weights.
     """
 
     name: str
@@ -48,6 +53,7 @@ class Source:
     data: DataSettings
     threads: int | None = None
     items: Items | None = None
+    text_dtype: torch.dtype | None = None
 
     def conditions(self, count: int) -> Conditions:
         """Of samples that stand for all: prompts, those held out first, or classes, in turn.
@@ -65,7 +71,8 @@ class Source:
         Raises:
             UserError: where the network takes none, or its encoders cannot be loaded.
         """
-        encoder = self.roles.model.prompt_encoder(self.roles.device, self.roles.dtype)
+        roles = self.roles
+        encoder = roles.model.prompt_encoder(roles.device, self.text_dtype or roles.dtype)
         parts = [encoder.encode(prompts[i : i + 16]) for i in range(0, len(prompts), 16)]
         joined = {key: torch.cat([part[key] for part in parts]) for key in parts[0]}
         return tensor_conditions(joined, prompts)
@@ -76,37 +83,60 @@ class Source:
             return sample_role(self.roles, self.role, spec, conditions, seed=seed)
 
 
-def open_source(path: Path | str, which: Which | None = None, role: str | None = None) -> Source:
-    """Open a run directory or an export.
+def open_source(
+    path: Path | str,
+    which: Which | None = None,
+    role: str | None = None,
+    device: str | None = None,
+) -> Source:
+    """Open a run directory or an export; of a run, only the network that is sampled.
 
     Args:
         path: of the run or export.
         which: "latest" or "best" checkpoint of a run; by default the best if there is one.
         role: whose network of a run; by default its result.
+        device: to sample on; by default that of the run, or for an export an accelerator, and the
+            CPU where that is not here.
 
     Raises:
-        UserError: where there is neither, or it is damaged.
+        UserError: where there is neither, or it is damaged, or the device is not here.
     """
     path = Path(path)
     if (path / DESCRIPTION).is_file():
-        return open_export(path)
+        return open_export(path, device)
     if not is_run_directory(path):
         raise UserError(
             f"{path} is neither a run directory (recipe.yaml) nor an export ({DESCRIPTION})"
         )
-    run = open_result(path) if which is None else open_run(path, which)
-    if role is not None and role not in run.roles:
-        raise UserError(f"--role {role}: {path} has {', '.join(run.roles)}")
-    return run_source(run, role)
+    recipe = load_recipe(path / RECIPE)
+    denoisers = [name for name in recipe.roles if name != DISCRIMINATOR]
+    role = role or sampled_role(denoisers)
+    if role not in denoisers:
+        raise UserError(f"--role {role}: {path} has {', '.join(denoisers)} to sample")
+    model, method, runtime = recipe.model.build(), recipe.method.build(), recipe.runtime
+    place = choose_device(device, runtime.device)
+    compute = getattr(torch, runtime.compute_dtype) if runtime.compute_dtype else None
+    return Source(
+        path.name,
+        path,
+        open_role(recipe, model, role, find_checkpoint(path, which), place, compute),
+        role,
+        method.sampler,
+        TEACHER_SCORE in method.roles,
+        recipe.data,
+        runtime.threads,
+        prompts_that_are_left(recipe, model),
+        compute,
+    )
 
 
-def run_source(run: Run, role: str | None = None, name: str | None = None) -> Source:
+def run_source(run: Run) -> Source:
     """An open run as a source."""
     return Source(
-        name or run.directory.name,
+        run.directory.name,
         run.directory,
         run.roles,
-        role or run.result_role,
+        run.result_role,
         run.method.sampler,
         TEACHER_SCORE in run.method.roles,
         run.recipe.data,
@@ -115,8 +145,8 @@ def run_source(run: Run, role: str | None = None, name: str | None = None) -> So
     )
 
 
-def open_export(directory: Path) -> Source:
-    """Open an export; raises UserError where its files are damaged."""
+def open_export(directory: Path, device: str | None = None) -> Source:
+    """Open an export, as `open_source` does; raises UserError where its files are damaged."""
     description = read_description(directory)
     if not (directory / "transformer").is_dir():
         raise UserError(
@@ -125,8 +155,10 @@ def open_export(directory: Path) -> Source:
         )
     model = description.model.build()
     network = model.load_network(directory / "transformer").float()
+    here = torch.accelerator.current_accelerator(check_available=True)
+    place = choose_device(device, str(here or CPU))
     spec = SamplerSpec(description.sigmas, description.solver)
-    roles = Roles(model, Independent({STUDENT: network}), (STUDENT,), {})
+    roles = Roles(model, Independent({STUDENT: network.to(place)}), (STUDENT,), {}, device=place)
 
     def sampler(steps: int | None) -> SamplerSpec:
         if steps not in (None, spec.steps):
@@ -137,3 +169,18 @@ def open_export(directory: Path) -> Source:
     built_in = DATA.get(description.data) is BuiltInData
     data = BuiltInData.model_validate({"name": description.data if built_in else "none"})
     return Source(directory.name, directory, roles, STUDENT, sampler, True, data)
+
+
+def choose_device(wanted: str | None, usual: str) -> torch.device:
+    """The device to sample on: the wanted one, or the usual one if it is here, or the CPU.
+
+    Raises:
+        UserError: where the wanted one cannot be used.
+    """
+    reason = why_unusable(wanted or usual)
+    if reason is None:
+        return torch.device(wanted or usual)
+    if wanted is not None:
+        raise UserError(f"--device: {wanted!r}: {reason}")
+    logger.warning("sampling on the CPU: %r, where it was trained, is not here", usual)
+    return CPU

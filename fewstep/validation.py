@@ -25,9 +25,9 @@ from fewstep.features import (
 )
 from fewstep.methods.method import SamplerSpec
 from fewstep.models.model import Model
-from fewstep.parallel.ranks import SINGLE, Ranks
+from fewstep.parallel.ranks import CPU, SINGLE, Ranks
 from fewstep.roles.role import STUDENT, STUDENT_EMA, Roles
-from fewstep.sampling import Samples, sample_role
+from fewstep.sampling import Samples, sample_role, samples_at_once
 from fewstep.settings import Settings
 from fewstep.training.metrics import Metrics, logger
 from fewstep.training.phase import PhaseResult
@@ -43,7 +43,9 @@ class ValidationSettings(Settings):
 
     every: Annotated[int, Field(gt=0)] = Field(100, description="cycles between validations")
     samples: Annotated[int, Field(ge=16)] = Field(500, description="student samples each time")
-    batch_size: Annotated[int, Field(gt=0)] = Field(250, description="samples made at once")
+    batch_size: Annotated[int, Field(gt=0)] | None = Field(
+        None, description="samples made at once; null: 256 small ones, fewer large ones"
+    )
     seed: Annotated[int, Field(ge=0)] = Field(1, description="of the samples' noise")
     metric: (
         Literal[
@@ -83,7 +85,11 @@ MOST_REAL, MOST_NUMBERS = 10_000, 2**29
 
 
 def build_evaluator(
-    items: Items, model: Model, features: FeatureKind, data_name: str
+    items: Items,
+    model: Model,
+    features: FeatureKind,
+    data_name: str,
+    device: torch.device = CPU,
 ) -> Evaluator | None:
     """An evaluator against real data; None where these are prompts alone.
 
@@ -93,6 +99,7 @@ def build_evaluator(
         features: "auto" takes the digits' classifier for the digits, the colours of other
             pictures that are larger than 16 by 16, and all numbers of anything else.
         data_name: as in the recipe.
+        device: to make images of latents on.
 
     Raises:
         UserError: where the features cannot be had.
@@ -101,7 +108,7 @@ def build_evaluator(
         return None
     labels = items.labels if isinstance(items, Dataset) else None
     labels = labels[:MOST_REAL] if labels is not None else None
-    real = real_images(items, model)
+    real = real_images(items, model, device)
     large = real.ndim == 4 and min(real.shape[2:]) > 16
     network: FeatureNetwork
     if features == "digits" or (features == "auto" and data_name == "digits"):
@@ -123,14 +130,23 @@ def build_evaluator(
     return Evaluator(real, labels, network)
 
 
-def real_images(items: Items, model: Model, batch_size: int = 64) -> Tensor:
-    """The images of the first items, [N, ...] on the CPU: at most 10,000, or 2 GB of them."""
+def real_images(items: Items, model: Model, device: torch.device = CPU) -> Tensor:
+    """The images of the first items, [N, ...] on the CPU: at most 10,000, or 2 GB of them.
+
+    Args:
+        items: with samples.
+        model: makes images of them.
+        device: to make them on.
+    """
     if isinstance(items, Dataset):
         return items.samples[:MOST_REAL]
-    one = model.decode(items.x0(torch.tensor([0])).float())
+
+    def images(some: Tensor) -> Tensor:
+        return model.decode(items.x0(some).to(device, torch.float32)).cpu()
+
+    one = images(torch.tensor([0]))
     numbers = torch.arange(min(len(items), MOST_REAL, max(1, MOST_NUMBERS // one.numel())))
-    parts = torch.split(numbers, batch_size)
-    return torch.cat([model.decode(items.x0(some).float()).float().cpu() for some in parts])
+    return torch.cat([images(some) for some in torch.split(numbers, samples_at_once(model))])
 
 
 @final
@@ -151,13 +167,20 @@ class Judge:
         return found
 
 
-def build_judge(settings: ValidationSettings, items: Items, model: Model, data_name: str) -> Judge:
+def build_judge(
+    settings: ValidationSettings,
+    items: Items,
+    model: Model,
+    data_name: str,
+    device: torch.device = CPU,
+) -> Judge:
     """What a run's samples are judged by; arguments as for `build_evaluator`.
 
     Raises:
         UserError: where the metric that names the best student cannot be measured.
     """
-    evaluator, clip = build_evaluator(items, model, settings.features, data_name), None
+    evaluator = build_evaluator(items, model, settings.features, data_name, device)
+    clip = None
     if settings.clip is not None:
         try:
             clip = ClipScore(settings.clip)

@@ -30,7 +30,7 @@ def source(path: Path, value: float = 0.0) -> Source:
         few_step=True,
         data=SimpleNamespace(name="digits", load=lambda: Dataset(torch.rand(64, 1, 8, 8))),
         items=None,
-        roles=SimpleNamespace(model=SimpleNamespace(classes=10)),
+        roles=SimpleNamespace(model=SimpleNamespace(classes=10), device=torch.device("cpu")),
         conditions=lambda count: conditions_in_turn(10, None, count),
         sampler=lambda steps: SamplerSpec((1.0,), "euler"),
         sample=lambda wanted, *_: Samples(

@@ -39,6 +39,7 @@ LAYERS = (
         "pipeline_sd3",
         "pipeline_engine",
         "activations",
+        "decoding",
         "memory",
         "budget",
         "memory_tables",

@@ -21,6 +21,7 @@ from fewstep import load_recipe, memory_tables
 from fewstep.activations import Kept, kept_by_forward
 from fewstep.budget import Estimator, remedies, samples_of, spread_of, structure_of
 from fewstep.build import build_worker
+from fewstep.decoding import image_bytes
 from fewstep.errors import UserError
 from fewstep.memory import (
     GIGABYTE,
@@ -36,6 +37,7 @@ from fewstep.memory import (
     unit_bytes,
 )
 from fewstep.models.dit import DiT, DiTNetwork
+from fewstep.models.encoders import Decoder
 from fewstep.models.model import Model
 from fewstep.models.module import ModuleModel
 from fewstep.parallel.compute import recompute_in_backward
@@ -332,8 +334,34 @@ def full() -> Estimator:
 def test_the_recipes_fit_where_they_say(lora, full) -> None:
     assert lora.on(1).total < 80 * GIGABYTE
     assert full.on(8).total < 80 * GIGABYTE < full.on(1).total
-    # Weights of four roles and moments of two, in float32, without buffers.
-    assert full.on(1).kept - full.on(1).buffers == pytest.approx(8 * 4 * 2_243_171_520, rel=1e-5)
+    # Weights of four roles and moments of two, in float32, without buffers and autoencoder.
+    kept = full.on(1).kept - full.on(1).buffers - full.on(1).decoder
+    assert kept == pytest.approx(8 * 4 * 2_243_171_520, rel=1e-5)
+
+
+def test_images_of_validation_are_decoded_one_after_another(lora) -> None:
+    memory = lora.on(1)
+    assert memory.decoder == 4 * 83_819_683
+    # At 1024 by 1024: 256 channels, and 128 of the convolution, twice, of 4 bytes.
+    assert memory.images == 3 * 256 * 1024**2 * 4
+    unseen = Estimator(lora.recipe.model_copy(update={"validation": None})).on(1)
+    assert (unseen.decoder, unseen.images) == (0, 0)
+    # They are made while nothing is kept for a backward pass.
+    assert memory.needed == unseen.needed + memory.decoder
+    few = replace(memory, activations=memory.images - 1)
+    assert few.needed == replace(few, activations=0).needed
+
+
+def test_the_most_that_is_there_at_once_is_counted() -> None:
+    x = torch.zeros(1000, device="meta")
+
+    def call() -> Tensor:
+        y = x + 1  # one
+        y = (y * 2).exp()  # three, then the first two go
+        return y + y.sum()  # two, and a number
+
+    decoder = Decoder(nn.Identity(), call)
+    assert image_bytes(decoder) == 3 * 4000
 
 
 def shown(renderable) -> str:

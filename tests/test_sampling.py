@@ -15,7 +15,8 @@ from fewstep.data.conditions import (
 )
 from fewstep.methods.method import SamplerSpec
 from fewstep.models.dit import DiT
-from fewstep.sampling import sample_role
+from fewstep.models.module import ModuleModel
+from fewstep.sampling import sample_role, samples_at_once
 
 NETWORK = {"num_layers": 1, "num_attention_heads": 1, "attention_head_dim": 8, "patch_size": 4}
 
@@ -144,3 +145,29 @@ def test_conditions_that_do_not_fit_are_refused(
 def test_a_count_that_contradicts_the_classes_is_refused(run: fewstep.Run) -> None:
     with pytest.raises(ValueError, match="3 samples are asked for, but 2 classes"):
         run.sample(3, classes=[1, 2])
+
+
+@pytest.mark.parametrize(
+    ("shape", "count"),
+    [((2,), 256), ((1, 8, 8), 256), ((3, 64, 64), 85), ((16, 64, 64), 16), ((16, 128, 128), 4)],
+)
+def test_large_samples_are_made_a_few_at_a_time(shape: tuple[int, ...], count: int) -> None:
+    assert samples_at_once(ModuleModel(torch.nn.Identity, shape)) == count
+    assert samples_at_once(ModuleModel(torch.nn.Identity, (2**20 + 1,))) == 1
+
+
+def test_samples_do_not_depend_on_how_many_are_made_at_once(
+    run: fewstep.Run, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    sizes: list[int] = []
+    forward = DiT.forward
+
+    def spy(self: DiT, network: object, x: Tensor, sigma: Tensor, condition: object) -> Tensor:
+        sizes.append(len(x))
+        return forward(self, network, x, sigma, condition)
+
+    expected = run.sample(7).images
+    monkeypatch.setattr(DiT, "forward", spy)
+    monkeypatch.setattr("fewstep.sampling.NUMBERS_AT_ONCE", 3 * 64)
+    assert torch.allclose(run.sample(7).images, expected, atol=1e-6)
+    assert sizes == 4 * [3] + 4 * [3] + 4 * [1]

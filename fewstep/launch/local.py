@@ -38,7 +38,7 @@ from fewstep.launch.trials import (
 from fewstep.memory_tables import check_memory
 from fewstep.models.model import Model
 from fewstep.parallel.failures import Reached, another_has_failed, telling_others
-from fewstep.parallel.ranks import Ranks, join, launched_ranks
+from fewstep.parallel.ranks import CPU, Ranks, join, launched_ranks
 from fewstep.pretrained import load_weights, resolve_recipe
 from fewstep.run import Run, Trained, open_run, prompts_to_sample
 from fewstep.sampling import Samples, cpu_threads
@@ -145,7 +145,7 @@ def train_in_process(
         return run
     # All that may fail comes before the recipe is written, which makes it a run directory.
     reference = teacher_statistics(run)
-    judge = open_judge(recipe, model, dataset, items) if ranks.first else None
+    judge = open_judge(recipe, model, dataset, items, ranks.device) if ranks.first else None
     ranks.barrier()  # every rank has looked at the directory as it was
     metrics = open_directory(recipe, start, resume, lock, ranks)
     try:
@@ -200,7 +200,11 @@ def load_data(recipe: Recipe, given: Items | None) -> Items | None:
 
 
 def open_judge(
-    recipe: Recipe, model: Model, dataset: Items | None, items: Items | None
+    recipe: Recipe,
+    model: Model,
+    dataset: Items | None,
+    items: Items | None,
+    device: torch.device = CPU,
 ) -> Judge | None:
     """What judges a run's samples, if it is validated.
 
@@ -210,6 +214,7 @@ def open_judge(
         dataset: of the run.
         items: whose prompts the samples have, where they have any: they are held against the
             images of the same prompts.
+        device: to make images of latents on.
 
     Raises:
         UserError: where it cannot be had.
@@ -217,4 +222,4 @@ def open_judge(
     settings, real = recipe.validation, items if items is not None else dataset
     if settings is None or real is None:
         return None
-    return build_judge(settings, real, model, recipe.data.name)
+    return build_judge(settings, real, model, recipe.data.name, device)

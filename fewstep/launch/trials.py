@@ -16,6 +16,7 @@ from fewstep.errors import UserError
 from fewstep.methods.dmd2 import sample_statistics
 from fewstep.methods.method import SamplerSpec
 from fewstep.models.teacher_check import check_prediction
+from fewstep.parallel.ranks import why_unusable
 from fewstep.roles.role import STUDENT, TEACHER_SCORE, Roles
 from fewstep.run import Run
 from fewstep.sampling import placed, sample_role
@@ -23,11 +24,9 @@ from fewstep.sampling import placed, sample_role
 
 def check_device(device: str) -> None:
     """Raise UserError for a device that is not there."""
-    try:
-        torch.empty(1, device=device)
-    except (RuntimeError, AssertionError) as error:
-        first_line = str(error).splitlines()[0]
-        raise UserError(f"runtime.device: {device!r}: {first_line}") from error
+    reason = why_unusable(device)
+    if reason is not None:
+        raise UserError(f"runtime.device: {device!r}: {reason}")
 
 
 @contextmanager

@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import final
 
-from torch import Tensor
+from torch import Tensor, nn
 
 
 @final
@@ -25,6 +25,20 @@ class Encoding:
 
     settings: Mapping[str, str] = field(default_factory=dict)
     files: Mapping[str, Path] = field(default_factory=dict)
+
+
+@final
+@dataclass(frozen=True)
+class Decoder:
+    """What makes images of latents, without memory, to see how much it would take.
+
+    Attributes:
+        network: on the meta device.
+        decode: calls it for as many latents as are decoded together.
+    """
+
+    network: nn.Module
+    decode: Callable[[], object]
 
 
 class PromptEncoder(ABC):

@@ -18,7 +18,7 @@ from fewstep.diffusion.guidance import guide
 from fewstep.diffusion.paths import Path
 from fewstep.diffusion.prediction import Prediction, PredictionKind
 from fewstep.errors import UserError
-from fewstep.models.encoders import Autoencoder, Encoding, PromptEncoder
+from fewstep.models.encoders import Autoencoder, Decoder, Encoding, PromptEncoder
 
 Condition = Mapping[str, Tensor]
 
@@ -185,6 +185,13 @@ class Model(ABC):
 
         Raises:
             UserError: where it cannot be loaded.
+        """
+        return None
+
+    def decoder(self) -> Decoder | None:
+        """What makes images of latents, as far as it is known without loading it.
+
+        None: networks see images.
         """
         return None
 

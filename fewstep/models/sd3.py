@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from fewstep.diffusion.paths import RectifiedFlow
 from fewstep.errors import UserError
-from fewstep.models.encoders import Autoencoder, Encoding, PromptEncoder
+from fewstep.models.encoders import Autoencoder, Decoder, Encoding, PromptEncoder
 from fewstep.models.files import (
     load_opened_network,
     open_diffusers_network,
@@ -176,7 +176,7 @@ class SD3(Model):
         self.supports_guidance = True
         self.prompted = True
         self._unconditional: dict[str, Tensor] = {}
-        self._autoencoder: Autoencoder | None = None
+        self._autoencoders: dict[torch.device, Autoencoder | None] = {}
 
     def build_network(self) -> nn.Module:
         """A new network, in eval mode."""
@@ -299,6 +299,14 @@ class SD3(Model):
         directory = directory_of(self.settings.pipeline, "model.pipeline")
         return SD3Autoencoder(directory, device, dtype)
 
+    def decoder(self) -> Decoder | None:
+        """See `Model.decoder`; nothing is looked up on a hub."""
+        if self.settings.pipeline is None:
+            return None
+        from fewstep.models.sd3_encoders import empty_decoder
+
+        return empty_decoder(FilePath(self.settings.pipeline), self.sample_shape)
+
     def encoding(self) -> Encoding:
         """See `Model.encoding`: the encoders' own folders, wherever the pipeline lies."""
         from fewstep.models.sd3_encoders import encoder_files
@@ -323,6 +331,6 @@ class SD3(Model):
         return samples if coder is None else coder.decode(samples)
 
     def _loaded_autoencoder(self, device: torch.device) -> Autoencoder | None:
-        if self._autoencoder is None:
-            self._autoencoder = self.autoencoder(device, torch.float32)
-        return self._autoencoder
+        if device not in self._autoencoders:
+            self._autoencoders[device] = self.autoencoder(device, torch.float32)
+        return self._autoencoders[device]

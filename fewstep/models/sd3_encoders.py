@@ -12,12 +12,14 @@ from torch import Tensor
 
 from fewstep.errors import UserError
 from fewstep.models.components import checksums, load_component
-from fewstep.models.encoders import Autoencoder, PromptEncoder
+from fewstep.models.encoders import Autoencoder, Decoder, PromptEncoder
+from fewstep.models.files import read_config
+from fewstep.models.sd3_files import AUTOENCODER, DOWNSCALE
 
 CLIP = (("text_encoder", "tokenizer"), ("text_encoder_2", "tokenizer_2"))
 T5 = ("text_encoder_3", "tokenizer_3")
-# Images at once: at 1024 by 1024 pixels each takes some GiB.
-AT_ONCE = 4
+# Of images at once: one of 1024 by 1024 takes some gigabytes on its way.
+PIXELS_AT_ONCE = 2**20
 
 
 def encoder_files(pipeline: Path, prompts: bool) -> dict[str, Path]:
@@ -144,8 +146,34 @@ def _tokens(tokenizer: Any, prompts: Sequence[str], length: int) -> Tensor:
     return cast(Tensor, found.input_ids)
 
 
-def _parts(samples: Tensor) -> list[Tensor]:
-    return [samples[start : start + AT_ONCE] for start in range(0, len(samples), AT_ONCE)]
+def _parts(samples: Tensor, scale: int = 1) -> tuple[Tensor, ...]:
+    """Few enough at a time; `scale`: pixels of an image along one of a sample."""
+    height, width = samples.shape[-2:]
+    return torch.split(samples, images_at_once(height * width * scale**2))
+
+
+def images_at_once(pixels: int) -> int:
+    """How many images of so many pixels are encoded or decoded together."""
+    return max(1, PIXELS_AT_ONCE // pixels)
+
+
+def empty_decoder(directory: Path, shape: tuple[int, ...]) -> Decoder:
+    """A pipeline's decoder without memory; the published one where the pipeline is not here.
+
+    Args:
+        directory: of the pipeline, or its name on a hub.
+        shape: of a latent.
+    """
+    from diffusers.models.autoencoders.autoencoder_kl import AutoencoderKL
+
+    file, config = directory / "vae" / "config.json", AUTOENCODER
+    if file.is_file():
+        config = read_config(file, "AutoencoderKL")
+    with torch.device("meta"):
+        network = AutoencoderKL.from_config(config).eval()
+    count = images_at_once(shape[-1] * shape[-2] * DOWNSCALE**2)
+    latents = torch.zeros(count, *shape, device="meta")
+    return Decoder(network, lambda: network.decode(latents))
 
 
 @final
@@ -194,6 +222,6 @@ class SD3Autoencoder(Autoencoder):
         """See `Autoencoder.decode`; values may leave [-1, 1] a little."""
         parts = [
             self._network.decode(part / self._scale + self._shift, return_dict=False)[0]
-            for part in _parts(latents.to(self._device, self._dtype))
+            for part in _parts(latents.to(self._device, self._dtype), DOWNSCALE)
         ]
         return torch.cat(parts).to(latents.device, latents.dtype)

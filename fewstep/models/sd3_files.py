@@ -11,6 +11,19 @@ from fewstep.models.files import read_config
 
 # Pixels of an image for each entry of a latent, along each side.
 DOWNSCALE = 8
+# vae/config.json of Stable Diffusion 3 and 3.5, all of which have the same: 83,819,683 parameters.
+AUTOENCODER: dict[str, Any] = {
+    "in_channels": 3,
+    "out_channels": 3,
+    "down_block_types": ["DownEncoderBlock2D"] * 4,
+    "up_block_types": ["UpDecoderBlock2D"] * 4,
+    "block_out_channels": [128, 256, 512, 512],
+    "layers_per_block": 2,
+    "latent_channels": 16,
+    "norm_num_groups": 32,
+    "use_quant_conv": False,
+    "use_post_quant_conv": False,
+}
 
 
 def transformer_directory(directory: Path) -> Path:

@@ -101,6 +101,15 @@ CPU = torch.device("cpu")
 SINGLE = Ranks(0, 1, CPU, grouped=False)
 
 
+def why_unusable(device: str) -> str | None:
+    """Why tensors cannot be put on a device; None where they can."""
+    try:
+        torch.empty(1, device=device)
+    except (RuntimeError, AssertionError, NotImplementedError) as error:
+        return str(error).splitlines()[0]
+    return None
+
+
 def share(count: int, size: int, rank: int) -> range:
     """The part of `count` things that is one rank's: contiguous, sizes differing by one at most."""
     return range(count * rank // size, count * (rank + 1) // size)

@@ -9,7 +9,12 @@ from torch import Tensor
 
 from fewstep.errors import UserError
 from fewstep.models.sd3 import SD3, SD3Settings
-from fewstep.models.sd3_encoders import SD3Autoencoder, SD3PromptEncoder
+from fewstep.models.sd3_encoders import (
+    SD3Autoencoder,
+    SD3PromptEncoder,
+    empty_decoder,
+    images_at_once,
+)
 
 CPU = torch.device("cpu")
 PROMPTS = ("", "the red cat", "A house, on the red cat! " * 40)
@@ -139,3 +144,37 @@ def test_images_are_those_of_the_stock_pipeline(
     assert coder is not None
     assert torch.equal(model.encode(images), coder.encode(images))
     assert any(key.startswith("vae/") for key in coder.identity)
+
+
+def test_images_go_through_the_autoencoder_a_few_at_a_time(
+    pipeline: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    assert [images_at_once(side**2) for side in (64, 512, 1024, 2048)] == [256, 4, 1, 1]
+    coder = SD3Autoencoder(pipeline, CPU, torch.float32)
+    images = torch.rand(5, 3, 64, 64, generator=torch.Generator().manual_seed(0)) * 2 - 1
+    latents = coder.encode(images)
+    decoded = coder.decode(latents)
+    sizes: dict[str, list[int]] = {"encode": [], "decode": []}
+    for name, seen in sizes.items():
+        call = getattr(coder._network, name)
+
+        def spy(given: Tensor, *, call=call, seen=seen, **options: bool) -> object:
+            seen.append(len(given))
+            return call(given, **options)
+
+        monkeypatch.setattr(coder._network, name, spy)
+    monkeypatch.setattr("fewstep.models.sd3_encoders.PIXELS_AT_ONCE", 2 * 64 * 64)
+    assert torch.allclose(coder.encode(images), latents, atol=1e-5)
+    assert torch.allclose(coder.decode(latents), decoded, atol=1e-5)
+    assert sizes == {"encode": [2, 2, 1], "decode": [2, 2, 1]}
+
+
+def test_a_decoder_is_known_without_its_weights(pipeline: Path) -> None:
+    here = empty_decoder(pipeline, (4, 8, 8)).network
+    real = AutoencoderKL.from_pretrained(pipeline / "vae")
+    assert {k: v.shape for k, v in here.state_dict().items()} == {
+        k: v.shape for k, v in real.state_dict().items()
+    }
+    assert all(p.is_meta for p in here.parameters())
+    published = empty_decoder(Path("owner/stable-diffusion"), (16, 128, 128)).network
+    assert sum(p.numel() for p in published.parameters()) == 83_819_683

@@ -19,6 +19,7 @@ from fewstep.launch.ray.calls import Call, describe_death, failure, gather, is_d
 from fewstep.launch.ray.cluster import Cluster
 from fewstep.launch.ray.rollouts import RolloutProcess
 from fewstep.launch.ray.underway import Sent, Underway
+from fewstep.parallel.ranks import share
 from fewstep.placement import Seat
 from fewstep.training.metrics import logger
 from fewstep.validation import ValidationSettings
@@ -203,19 +204,19 @@ class RolloutPool:
             settings: how many.
             deliver: gives the workers what they are to sample.
         """
-        starts = range(0, settings.samples, settings.batch_size)
+        size = min(len(self._actors), settings.samples)
+        shares = [share(settings.samples, size, maker) for maker in range(size)]
         for _ in range(ATTEMPTS):
-            makers = [number % len(self._actors) for number in range(len(starts))]
             calls = [
-                (maker, self._actors[maker].sample.remote(settings, first))
-                for maker, first in zip(makers, starts, strict=True)
+                (maker, self._actors[maker].sample.remote(settings, mine))
+                for maker, mine in enumerate(shares)
             ]
             if lost := self._lost(calls, "make validation samples"):
                 self._restart(lost)
                 deliver()
                 continue
-            parts = self._gather("make validation samples", makers, [ref for _, ref in calls])
-            return torch.cat(parts)
+            makers, refs = range(size), [ref for _, ref in calls]
+            return torch.cat(self._gather("make validation samples", makers, refs))
         raise self._too_often("validation")
 
     def sleep(self, cycle: int) -> None:

@@ -13,7 +13,7 @@ from torch import Tensor
 from fewstep.build import build_batches
 from fewstep.config import Recipe
 from fewstep.data.batches import Batch
-from fewstep.data.conditions import conditions_in_turn
+from fewstep.data.conditions import Conditions, conditions_in_turn
 from fewstep.data.items import Items
 from fewstep.diffusion.draw import Draw
 from fewstep.launch.local import load_data
@@ -24,7 +24,7 @@ from fewstep.launch.ray.underway import Reply
 from fewstep.models.model import Model
 from fewstep.parallel.ranks import CPU, Ranks
 from fewstep.run import prompts_to_sample
-from fewstep.sampling import rollout_of_samples
+from fewstep.sampling import rollout_of_samples, samples_at_once
 from fewstep.training.reduction import micro_batches
 from fewstep.training.timeline import Span, timed
 from fewstep.validation import ValidationSettings
@@ -101,11 +101,14 @@ class RolloutProcess:
         rollout = self._method.rollout(self._model, batch, draw, self._dtype)
         return self._engine.generate(rollout).cpu()
 
-    def sample(self, settings: ValidationSettings, first: int) -> Tensor:
-        """Images of some of the samples that validation wants, from number `first` on."""
-        count = min(settings.batch_size, settings.samples - first)
+    def sample(self, settings: ValidationSettings, mine: range) -> Tensor:
+        """Images of the samples with these numbers, of those that validation wants."""
         conditions = conditions_in_turn(self._model.classes, self._items, settings.samples)
-        ids = torch.arange(first, first + count)
+        at_once = settings.batch_size or samples_at_once(self._model)
+        parts = torch.split(torch.arange(mine.start, mine.stop), at_once)
+        return torch.cat([self._images(settings, conditions, ids) for ids in parts])
+
+    def _images(self, settings: ValidationSettings, conditions: Conditions, ids: Tensor) -> Tensor:
         rollout = rollout_of_samples(
             self._model,
             self._method.sampler(),
