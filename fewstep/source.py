@@ -73,6 +73,8 @@ class Source:
         """
         roles = self.roles
         encoder = roles.model.prompt_encoder(roles.device, self.text_dtype or roles.dtype)
+        if cut := encoder.count_cut(prompts):
+            logger.warning("%d prompts are longer than their encoder looks at: they are cut", cut)
         parts = [encoder.encode(prompts[i : i + 16]) for i in range(0, len(prompts), 16)]
         joined = {key: torch.cat([part[key] for part in parts]) for key in parts[0]}
         return tensor_conditions(joined, prompts)

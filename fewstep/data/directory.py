@@ -47,6 +47,7 @@ class Encoded:
         directory: where it is.
         items: how many there are, by split.
         skipped: the records that were left out, each with its place and what is wrong.
+        cut: how many prompts were longer than their encoder looks at.
         made: how many shards were made now, by all ranks; none where all was there already.
         files: how many files there are.
         bytes: of all files.
@@ -55,6 +56,7 @@ class Encoded:
     directory: Path
     items: Mapping[str, int]
     skipped: list[list[str]]
+    cut: int
     made: int
     files: int
     bytes: int
@@ -232,7 +234,8 @@ def finish(
         for name in (UNFINISHED, *sidecars, *temporaries([*sidecars, *files])):
             (directory / name).unlink(missing_ok=True)
     count = sum(1 for entry in files.values() if entry["size"])
-    return Encoded(directory, items, skipped, made, count, size)
+    cut = sum(entry["cut"] for entry in entries.values())
+    return Encoded(directory, items, skipped, cut, made, count, size)
 
 
 def nothing_left(split: str, skipped: list[list[str]]) -> UserError:

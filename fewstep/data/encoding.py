@@ -137,7 +137,7 @@ def write_shard(
     """
     texts, samples, skipped = encode_images(records, encoder, on_items)
     if not texts:
-        return {"size": 0, "sha256": "", "items": 0, "skipped": skipped}
+        return {"size": 0, "sha256": "", "items": 0, "skipped": skipped, "cut": 0}
     unique = list(dict.fromkeys(texts))
     number = {text: row for row, text in enumerate(unique)}
     by_image = 0.5 if samples is not None else 0.0
@@ -152,7 +152,8 @@ def write_shard(
         tensors[SAMPLES] = samples
     write_tensors(directory, name, tensors, {"prompts": unique})
     entry = describe_file(directory / name)
-    return {**entry, "items": len(texts), "skipped": skipped}
+    cut = encoder.prompts.count_cut(texts)
+    return {**entry, "items": len(texts), "skipped": skipped, "cut": cut}
 
 
 def encode_images(

@@ -13,7 +13,7 @@ from fewstep.errors import UserError
 from fewstep.files import digest, saving, sync_directory, write_file
 
 MANIFEST, UNFINISHED, UNCONDITIONAL = "manifest.json", "unfinished.json", "none.safetensors"
-VERSION = 1
+VERSION = 2
 """Of the form of the files."""
 KEYS = {MANIFEST: {"plan", "items", "splits", "files", "skipped"}, UNFINISHED: {"plan"}}
 PLAN = {"version", "data", "computed", "sources", "model", "encoders"}
@@ -24,13 +24,15 @@ class ShardEntry(TypedDict):
     """What is known of one shard.
 
     `size` and `sha256` are those of its file, `items` how many there are in it, and `skipped` the
-    records that were left out, each with its place and what is wrong. A shard of none has no file.
+    records that were left out, each with its place and what is wrong; `cut` is how many prompts
+    were longer than the encoder looks at. A shard of none has no file.
     """
 
     size: int
     sha256: str
     items: int
     skipped: list[list[str]]
+    cut: int
 
 
 Plan = dict[str, Any]

@@ -132,6 +132,11 @@ def summary(encoded: Encoded, recipe: Path, overrides: Sequence[str]) -> Iterato
         yield from (f"  {where}: {problem}" for where, problem in encoded.skipped[:SHOWN])
         if len(encoded.skipped) > SHOWN:
             yield f"  and {len(encoded.skipped) - SHOWN} more"
+    if encoded.cut:
+        yield (
+            f"Cut: {encoded.cut} prompts are longer than their encoder looks at "
+            f"(model.max_sequence_length); what is beyond counts for nothing"
+        )
     if encoded.made:
         yield "Next: " + shlex.join(["fewstep", "train", str(recipe), *overrides])
 

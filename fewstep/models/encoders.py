@@ -58,6 +58,10 @@ class PromptEncoder(ABC):
         The empty prompt is one like any other: it stands for no condition.
         """
 
+    def count_cut(self, prompts: Sequence[str]) -> int:
+        """How many prompts are longer than what is looked at; by default any length is."""
+        return 0
+
 
 class Autoencoder(ABC):
     """Between images, float [B, C, H, W] in [-1, 1], and the latents that a network works on.

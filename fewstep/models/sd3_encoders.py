@@ -15,6 +15,7 @@ from fewstep.models.components import checksums, load_component
 from fewstep.models.encoders import Autoencoder, Decoder, PromptEncoder
 from fewstep.models.files import read_config
 from fewstep.models.sd3_files import AUTOENCODER, DOWNSCALE
+from fewstep.models.text import count_longer
 
 CLIP = (("text_encoder", "tokenizer"), ("text_encoder_2", "tokenizer_2"))
 T5 = ("text_encoder_3", "tokenizer_3")
@@ -121,6 +122,13 @@ class SD3PromptEncoder(PromptEncoder):
             "prompt_embeds": torch.cat([clip, self._by_t5(prompts)], dim=-2).cpu(),
             "pooled": torch.cat(pooled, dim=-1).cpu(),
         }
+
+    def count_cut(self, prompts: Sequence[str]) -> int:
+        """See `PromptEncoder.count_cut`: by T5, which sees most; CLIP never sees more than 77."""
+        if self._t5 is not None:
+            return count_longer(self._t5[1], prompts, self._length)
+        tokenizer = self._clip[0][1]
+        return count_longer(tokenizer, prompts, tokenizer.model_max_length)
 
     def _by_t5(self, prompts: Sequence[str]) -> Tensor:
         if self._t5 is None:

@@ -6,7 +6,7 @@ import importlib.util
 from collections.abc import Sequence
 from functools import cached_property
 from pathlib import Path
-from typing import final
+from typing import Any, final
 
 import torch
 from torch import Tensor
@@ -96,6 +96,15 @@ class TextEncoder(PromptEncoder):
         output = self._network(input_ids=tokens.input_ids, attention_mask=mask)
         embeds, pooled = mask_and_pool(output.last_hidden_state, mask)
         return {"prompt_embeds": embeds.cpu(), "pooled": pooled.cpu()}
+
+    def count_cut(self, prompts: Sequence[str]) -> int:
+        """See `PromptEncoder.count_cut`."""
+        return count_longer(self._tokenizer, prompts, self._length)
+
+
+def count_longer(tokenizer: Any, prompts: Sequence[str], length: int) -> int:
+    """How many prompts have more tokens than `length`."""
+    return sum(len(ids) > length for ids in tokenizer(list(prompts), verbose=False).input_ids)
 
 
 def mask_and_pool(states: Tensor, mask: Tensor) -> tuple[Tensor, Tensor]:

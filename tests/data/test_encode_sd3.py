@@ -75,3 +75,20 @@ def test_another_encoder_is_noticed_without_loading_it(
     assert (code, "model.max_sequence_length: was '8', is '9'" in err) == (2, True)
     code, _, err = fewstep("encode", file)
     assert (code, "encoders.text_encoder_2: was 'content" in err) == (2, True)
+
+
+def test_prompts_that_are_cut_are_told(recipe: Recipe, tmp_path: Path, fewstep, caplog) -> None:
+    file = tmp_path / "recipe.yaml"
+    file.write_text(dump_recipe(recipe))
+    for number in (0, 3):  # one to learn from, one held out
+        (tmp_path / "images" / f"{number}.txt").write_text("a red cat " * 9)
+    code, out, _ = fewstep("encode", file)
+    assert (code, "Cut: 2 prompts are longer than their encoder looks at" in out) == (0, True)
+    code, out, _ = fewstep("encode", file)  # what is there already knows it
+    assert (code, "Cut: 2 prompts" in out) == (0, True)
+    fewstep("train", file, "train.cycles=1")
+    images = fewstep("sample", tmp_path / "run", "--prompt", "a cat", "--out", tmp_path / "a.png")
+    assert (images[0], "they are cut" in caplog.text) == (0, False)
+    long = ["--prompt", "a red cat " * 9, "--prompt", "a cat"]
+    assert fewstep("sample", tmp_path / "run", *long, "--out", tmp_path / "b.png")[0] == 0
+    assert "1 prompts are longer than their encoder looks at: they are cut" in caplog.text

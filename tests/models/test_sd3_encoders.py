@@ -178,3 +178,15 @@ def test_a_decoder_is_known_without_its_weights(pipeline: Path) -> None:
     assert all(p.is_meta for p in here.parameters())
     published = empty_decoder(Path("owner/stable-diffusion"), (16, 128, 128)).network
     assert sum(p.numel() for p in published.parameters()) == 83_819_683
+
+
+def test_prompts_that_are_cut_are_counted_by_the_encoder_that_sees_most(pipeline: Path) -> None:
+    words = [" ".join(["red"] * count) for count in (0, 18, 19, 20, 100)]
+    full = encoder(pipeline)
+    # Each word is a token, and the end is one more.
+    lengths = [len(full._t5[1](text).input_ids) for text in words]
+    assert full.count_cut(words) == sum(length > 20 for length in lengths)
+    assert 1 <= full.count_cut(words) <= 3
+    alone = encoder(pipeline)
+    alone._t5 = None
+    assert alone.count_cut(words) == 1

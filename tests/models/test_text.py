@@ -141,3 +141,10 @@ def test_a_package_that_is_not_there_is_named(name: str) -> None:
 def test_a_directory_without_a_model_is_named(tmp_path: Path) -> None:
     with pytest.raises(UserError, match=re.escape(str(tmp_path))):
         encoder_directory(str(tmp_path))
+
+
+def test_prompts_that_are_longer_than_what_is_looked_at_are_counted(bert: Path) -> None:
+    encoder = TextEncoder(str(bert), 8, CPU, torch.float32)
+    # Six words and two tokens around them are eight.
+    assert encoder.count_cut(["a red cat a red cat"]) == 0
+    assert encoder.count_cut(["a red cat a red cat a", "", "a " * 50]) == 2
