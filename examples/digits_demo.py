@@ -20,7 +20,6 @@ from fewstep.comparison import count_steps, evaluate_sources, write_comparison
 from fewstep.export import DESCRIPTION
 from fewstep.progress import training_progress
 from fewstep.results import evaluation_table
-from fewstep.run import open_result
 
 ROOT = Path("runs/digits")
 RECIPES = {
@@ -70,7 +69,7 @@ def export_or_reuse(changed: bool) -> Path:
     if (directory / DESCRIPTION).is_file() and not changed:
         console.print(f"export: reusing {directory}")
         return directory
-    fewstep.export_run(open_result(ROOT / "student"), directory)
+    fewstep.export_run(fewstep.open_run(ROOT / "student", None), directory)
     return directory
 
 

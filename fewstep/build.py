@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 
 import torch
@@ -14,13 +14,10 @@ from fewstep.data.batches import BatchSource, batch_source
 from fewstep.data.dataset import Dataset
 from fewstep.data.items import Items
 from fewstep.errors import UserError
-from fewstep.models.model import (
-    Model,
-    Pretrained,
-    empty_network,
-)
+from fewstep.models.model import Model, Pretrained, empty_network
 from fewstep.parallel.ranks import SINGLE, Ranks
 from fewstep.parallel.sharding import Replicated, Sharding, build_sharding, spread
+from fewstep.roles.optimizer import OptimizerSettings
 from fewstep.roles.role import DISCRIMINATOR, Roles, mark_trained
 from fewstep.roles.storage import Storage, build_independent, build_shared_base
 from fewstep.training.worker import Worker
@@ -33,6 +30,7 @@ def build_worker(
     teacher: Pretrained | None,
     ranks: Ranks = SINGLE,
     roles: Sequence[str] | None = None,
+    trained: bool = True,
 ) -> Worker:
     """Roles, method and data of a run.
 
@@ -43,6 +41,7 @@ def build_worker(
         teacher: the network that all roles start from; None where a checkpoint follows.
         ranks: that share the run.
         roles: those that live here; None: all of the recipe's.
+        trained: whether they have optimizers, those that have one in the recipe.
 
     Raises:
         UserError: where method and model do not fit each other, or the ranks the recipe.
@@ -51,7 +50,7 @@ def build_worker(
     method.check(model)
     check_ranks(recipe, ranks)
     names = tuple(roles if roles is not None else recipe.roles)
-    optimizers = {k: v for k, v in recipe.optimizers.by_role().items() if k in names}
+    optimizers = {k: v for k, v in recipe.optimizers.by_role().items() if trained and k in names}
     dtype = getattr(torch, recipe.runtime.dtype)
     compute = recipe.runtime.compute_dtype
     compute_dtype = getattr(torch, compute) if compute is not None else None
@@ -70,7 +69,7 @@ def build_worker(
         recompute=recipe.runtime.activation_checkpointing,
     )
     sharding.wrap(storage, names, list(optimizers))
-    built = build_roles(recipe, model, storage, names, ranks.device, sharding)
+    built = build_roles(recipe, model, storage, names, ranks.device, sharding, optimizers)
     batches = build_batches(recipe, model, dataset, ranks.device, dtype)
     return Worker(recipe.seed, recipe.train, method, built, batches, sharding)
 
@@ -110,13 +109,16 @@ def build_roles(
     names: Sequence[str],
     device: torch.device,
     sharding: Sharding | None = None,
+    optimizers: Mapping[str, OptimizerSettings] | None = None,
 ) -> Roles:
-    """Some roles of a run over their networks."""
+    """Some roles of a run over their networks; `optimizers`: by default those of the recipe."""
+    if optimizers is None:
+        optimizers = {k: v for k, v in recipe.optimizers.by_role().items() if k in names}
     return Roles(
         model,
         storage,
         names,
-        {k: v for k, v in recipe.optimizers.by_role().items() if k in names},
+        optimizers,
         recipe.ema,
         device=device,
         dtype=getattr(torch, recipe.runtime.dtype),

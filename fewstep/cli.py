@@ -303,9 +303,10 @@ def export(
     that says how to sample it. LoRA students are merged; the adapter is there as well.
     """
     from fewstep.export import export_run
-    from fewstep.run import open_result, open_run
+    from fewstep.roles.role import STUDENT, STUDENT_EMA
+    from fewstep.run import open_run
 
-    opened = open_result(run) if which is None else open_run(run, which)
+    opened = open_run(run, which, roles=(STUDENT, STUDENT_EMA))
     directory = export_run(opened, out or run / "export", role, form, verify)
     checked = "plain diffusers gives the same images" if verify else "not compared with diffusers"
     console.print(

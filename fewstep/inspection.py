@@ -19,17 +19,19 @@ from fewstep.checkpoint import (
     TENSORS,
     checkpoint_cycle,
     complete_checkpoints,
+    latest_checkpoint,
     read_best,
     read_manifest,
     read_state,
     saved_tensors,
     verify_checkpoint,
 )
-from fewstep.config import Recipe, dump_recipe
-from fewstep.pretrained import RECIPE, resolve_recipe
+from fewstep.config import Recipe, dump_recipe, load_recipe
+from fewstep.models.model import Model
+from fewstep.pretrained import RECIPE, check_run_directory, resolve_recipe
 from fewstep.roles.role import Roles
-from fewstep.run import open_run
 from fewstep.training.cycle import plan_cycle
+from fewstep.training.state import load_counters
 
 MEBIBYTE = 2**20
 
@@ -38,26 +40,39 @@ def inspect_recipe(recipe: Recipe) -> RenderableType:
     """A recipe before it is run; networks are built without memory for their weights."""
     recipe = resolve_recipe(recipe)
     model = recipe.model.build()
-    method = recipe.method.build()
-    method.check(model)
-    with torch.device("meta"):
-        storage = build_storage(recipe, model, model.build_network(), recipe.roles)
-        roles = build_roles(recipe, model, storage, recipe.roles, torch.device("meta"))
+    recipe.method.build().check(model)
+    roles = _empty_roles(recipe, model)
     return Group(
         _recipe_panel(recipe), _roles_table(roles), _cycle_text(recipe), _saved_text(recipe)
     )
 
 
 def inspect_run(directory: Path) -> RenderableType:
-    """A run: its recipe, and what became of its roles up to the latest checkpoint."""
-    run = open_run(directory)
+    """A run: its recipe, and what became of its roles up to the latest checkpoint.
+
+    No weights are read, and so none are checked.
+
+    Raises:
+        UserError: where there is no run, or it has no checkpoint.
+    """
+    check_run_directory(directory)
+    recipe, state = load_recipe(directory / RECIPE), read_state(latest_checkpoint(directory))
+    roles = _empty_roles(recipe, recipe.model.build())
+    load_counters(roles, state["counters"])
     return Group(
-        _recipe_panel(run.recipe),
-        _roles_table(run.roles),
-        _cycle_text(run.recipe),
-        _counters_table(run.roles),
+        _recipe_panel(recipe),
+        _roles_table(roles),
+        _cycle_text(recipe),
+        _counters_table(roles),
         _checkpoints_table(directory),
     )
+
+
+def _empty_roles(recipe: Recipe, model: Model) -> Roles:
+    """Roles without memory for their weights."""
+    with torch.device("meta"):
+        storage = build_storage(recipe, model, model.build_network(), recipe.roles)
+        return build_roles(recipe, model, storage, recipe.roles, torch.device("meta"))
 
 
 def inspect_checkpoint(checkpoint: Path) -> RenderableType:

@@ -40,6 +40,12 @@ def is_run_directory(path: Path) -> bool:
     return (path / RECIPE).is_file()
 
 
+def check_run_directory(path: Path) -> None:
+    """Raise UserError unless a run has been started there."""
+    if not is_run_directory(path):
+        raise UserError(f"{path} is not a run directory: it has no {RECIPE}")
+
+
 def find_checkpoint(directory: Path, which: Which | None) -> Path:
     """The latest or the best checkpoint; None: the best, or the latest of a run never validated."""
     if which is None:

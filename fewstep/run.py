@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import final
 
@@ -10,20 +12,16 @@ import torch
 from torch import Tensor
 
 from fewstep.build import build_worker
-from fewstep.checkpoint import (
-    load_checkpoint,
-)
+from fewstep.checkpoint import load_checkpoint
 from fewstep.config import Recipe, load_recipe
 from fewstep.data.conditions import Conditions, conditions_in_turn, label_conditions
 from fewstep.data.items import Items, JoinedItems
 from fewstep.errors import UserError
 from fewstep.methods.method import Method, SamplerSpec
-from fewstep.models.model import (
-    Model,
-)
+from fewstep.models.model import Model
 from fewstep.parallel.settings import LaunchSettings, ParallelSettings
 from fewstep.placement import PlacementSettings
-from fewstep.pretrained import RECIPE, Which, find_checkpoint, is_run_directory
+from fewstep.pretrained import RECIPE, Which, check_run_directory, find_checkpoint
 from fewstep.roles.role import Roles
 from fewstep.rollout import RolloutSettings
 from fewstep.sampling import Samples, cpu_threads, sample_role
@@ -141,7 +139,10 @@ class Trained:
 
 
 def open_run(
-    directory: Path | str, which: Which | None = "latest", model: Model | None = None
+    directory: Path | str,
+    which: Which | None = "latest",
+    model: Model | None = None,
+    roles: Sequence[str] | None = None,
 ) -> Run:
     """Open a run directory at its latest or best checkpoint.
 
@@ -149,21 +150,25 @@ def open_run(
         directory: of the run.
         which: "latest" or "best" (by validation); None: the best if it was validated.
         model: the adapter, for a network that was passed in from Python.
+        roles: those to open, as far as the run has them, without their optimizers; None: all, with
+            all that it needs to go on.
 
     Raises:
         UserError: where there is no run, no such checkpoint, or it is damaged.
     """
     directory = Path(directory)
-    if not is_run_directory(directory):
-        raise UserError(f"{directory} is not a run directory: it has no {RECIPE}")
+    check_run_directory(directory)
     recipe = load_recipe(directory / RECIPE)
     checkpoint = find_checkpoint(directory, which)
     model = model or recipe.model.build()
     items = prompts_that_are_left(recipe, model)
-    # However it was trained: a run is opened whole, by one process.
-    worker = build_worker(for_one_process(recipe), model, None, teacher=None)
-    state = load_checkpoint(checkpoint, worker.empty_state)
-    worker.load_state_dict(state)
+    some = roles is not None
+    names = [name for name in recipe.roles if roles is None or name in roles]
+    # However it was trained: it is opened by one process.
+    alone = for_one_process(recipe)
+    worker = build_worker(alone, model, None, teacher=None, roles=names, trained=not some)
+    state = load_checkpoint(checkpoint, partial(worker.empty_state, partial=some), partial=some)
+    worker.load_state_dict(state, partial=some)
     return Run(directory, recipe, worker, state["cycle"], items=items)
 
 
@@ -177,11 +182,6 @@ def for_one_process(recipe: Recipe) -> Recipe:
             "rollout": RolloutSettings(),
         }
     )
-
-
-def open_result(directory: Path | str, model: Model | None = None) -> Run:
-    """Open a run at its best checkpoint, or at the latest where it was never validated."""
-    return open_run(directory, None, model)
 
 
 def prompts_that_are_left(recipe: Recipe, model: Model) -> Items | None:

@@ -25,7 +25,7 @@ from fewstep.data.dataset import Dataset
 from fewstep.errors import UserError
 from fewstep.launch.local import train
 from fewstep.pretrained import resolve_recipe
-from fewstep.run import open_result, open_run
+from fewstep.run import open_run
 from fewstep.training.loop import StopRequest
 from fewstep.validation import ValidationHook
 
@@ -446,7 +446,7 @@ def test_the_best_is_kept_by_pruning_and_can_be_opened(
     assert names == sorted({f"cycle_{best:06d}", "cycle_000004"})
     opened = open_run(directory, "best")
     assert opened.cycle == best
-    assert open_result(directory).cycle == best
+    assert open_run(directory, None).cycle == best
     assert open_run(directory).cycle == 4
     assert_equal_states(flat_state(open_run(directory)), flat_state(last))
     short = make_recipe("dmd2", {"train.cycles": best, "run_dir": str(directory) + "_short"})
@@ -488,4 +488,4 @@ def test_best_without_validation_is_an_error(make_recipe) -> None:
     train(recipe)
     with pytest.raises(UserError, match="no validation was run"):
         open_run(recipe.run_dir, "best")
-    assert open_result(recipe.run_dir).cycle == 4
+    assert open_run(recipe.run_dir, None).cycle == 4

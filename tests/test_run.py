@@ -489,3 +489,18 @@ def test_a_teacher_that_predicts_something_else_is_refused_with_figures(
     with pytest.raises(UserError, match=rf"misses the clean samples by .*read as '{truth}'"):
         train(recipe, model=model, data=data)
     assert not Path(recipe.run_dir).exists()
+
+
+def test_some_roles_of_a_run_are_opened_without_the_rest(make_recipe, storage: str) -> None:
+    run = train(make_recipe("dmd2", {"storage": storage}))
+    opened = open_run(run.directory, roles=("student", "student_ema", "discriminator"))
+    assert list(opened.roles) == ["student", "student_ema"]
+    expected = {"student", "student_ema"} if storage == "independent" else {"base"}
+    assert set(opened.roles.storage.networks) == expected
+    assert not any(role.trainable for role in opened.roles.values())
+    assert (opened.roles["student"].successful, opened.roles.ema_updates) == (4, 4)
+    assert (opened.cycle, opened.result_role) == (4, "student_ema")
+    for role in opened.roles:
+        mine, whole = (r.roles.storage.plain_network(role).state_dict() for r in (opened, run))
+        assert mine.keys() == whole.keys()
+        assert all(torch.equal(mine[key], whole[key]) for key in whole)

@@ -102,13 +102,18 @@ def load_state_dict(
     for name, tensors in networks.items():
         check_names(f"tensors of network {name}", state["networks"][name], tensors, partial)
         load_tensors(tensors, state["networks"][name], sharding)
+    for role in trained.values():
+        load_optimizer_tensors(role, state["optimizers"][role.name], sharding)
+    load_counters(roles, state["counters"])
+
+
+def load_counters(roles: Roles, counters: Mapping[str, Any]) -> None:
+    """Put back what was counted; `counters`: as in `state_dict`, of other roles as well."""
     for role in roles.values():
-        for key, value in state["counters"]["roles"][role.name].items():
+        for key, value in counters["roles"][role.name].items():
             setattr(role, key, value)
-        if role.trainable:
-            load_optimizer_tensors(role, state["optimizers"][role.name], sharding)
     # Counted where the average is.
-    roles.ema_updates = state["counters"]["ema_updates"] if STUDENT_EMA in roles else 0
+    roles.ema_updates = counters["ema_updates"] if STUDENT_EMA in roles else 0
 
 
 def check_names(
