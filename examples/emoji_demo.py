@@ -13,7 +13,7 @@ import os
 import subprocess
 import sys
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -96,22 +96,18 @@ def measure(source: Source, items: Items, specs: Sequence[SamplerSpec]) -> list[
 
 
 def pictures(
-    ways: Sequence[tuple[Source, Sequence[SamplerSpec]]], data: Mapping[str, Items]
-) -> tuple[dict[str, Tensor], list[str]]:
-    """Rows of pictures of the same prompts from the same noise, and the prompts."""
-    chosen = []
-    for split, prompts in PICTURED.items():
-        known = list(data[split].prompts or ())
-        chosen.append((data[split], torch.tensor([known.index(prompt) for prompt in prompts])))
-    parts = [items.condition(numbers) for items, numbers in chosen]
-    prompts = [prompt for some in PICTURED.values() for prompt in some]
-    conditions = tensor_conditions({k: torch.cat([p[k] for p in parts]) for k in parts[0]}, prompts)
-    rows = {"real": torch.cat([items.x0(numbers) for items, numbers in chosen])}
+    ways: Sequence[tuple[Source, Sequence[SamplerSpec]]], items: Items, prompts: Sequence[str]
+) -> dict[str, Tensor]:
+    """Rows of pictures of the same prompts from the same noise, below the real ones."""
+    known = list(items.prompts or ())
+    numbers = torch.tensor([known.index(prompt) for prompt in prompts])
+    conditions = tensor_conditions(items.condition(numbers), prompts)
+    rows = {"real": items.x0(numbers)}
     for source, specs in ways:
         for spec in specs:
             made = source.sample(conditions, spec, seed=0)
             rows[f"{source.name}, {count_steps(spec.steps)}"] = made.images
-    return rows, prompts
+    return rows
 
 
 def evaluate_or_reuse(teacher_steps: Sequence[int]) -> dict[str, Any]:
@@ -133,15 +129,15 @@ def evaluate_or_reuse(teacher_steps: Sequence[int]) -> dict[str, Any]:
     real = real_images(data["train"], sources[0].roles.model)
     floor = Evaluator(real, None, ColourFeatures()).floor()
     document = {**evaluation_document(found["train"], floor), "held_out": found["validation"]}
-    rows, prompts = pictures(ways, data)
+    names = {"train": "prompts that were trained on", "validation": "prompts that were held out"}
     runs = [ReportRun(source.name, source.path) for source in sources]
     write_report(
         ROOT,
         title="Emoji in four steps",
         runs=runs,
         evaluation=document,
-        grids={"emoji": rows},
-        labels=prompts,
+        grids={names[s]: pictures(ways, data[s], prompts) for s, prompts in PICTURED.items()},
+        labels={names[s]: prompts for s, prompts in PICTURED.items()},
     )
     write_evaluation(file, document)
     return document

@@ -41,7 +41,7 @@ def write_report(
     runs: Sequence[ReportRun],
     evaluation: Mapping[str, Any] | None,
     grids: Mapping[str, Mapping[str, Tensor]],
-    labels: Sequence[str],
+    labels: Sequence[str] | Mapping[str, Sequence[str]],
 ) -> list[Path]:
     """Write report.html and its PNG files; the page needs none of the files beside it.
 
@@ -49,20 +49,25 @@ def write_report(
         out_dir: Directory to write into; made if missing.
         title: Heading of the page.
         runs: Training runs, in the order to show them.
-        evaluation: `{"results": [...], "floor": {...}}`, or `None` before an evaluation.
+        evaluation: `{"results": [...], "floor": {...}}`, or `None` before an evaluation; with
+            "held_out", results on prompts that were not trained on.
         grids: Images [N, C, H, W] in [-1, 1] by grid name and row label. Column i starts from the
-            same noise and class in every row.
-        labels: Class of each column.
+            same noise and class or prompt in every row.
+        labels: Class or prompt of each column; by grid name where they differ.
 
     Returns:
         Paths of the files written, the page first.
     """
     evaluation = evaluation or {}
-    results = [row for row in evaluation.get("results") or [] if isinstance(row, Mapping)]
+    results, held_out = (
+        [row for row in evaluation.get(key) or [] if isinstance(row, Mapping)]
+        for key in ("results", "held_out")
+    )
     floor = evaluation.get("floor") or {}
-    colours = _colours(results)
+    colours = _colours([*results, *held_out])
     quality = figures.quality_picture(results, floor, colours)
-    drawn = [figures.grid_picture(slug(name), rows, labels) for name, rows in grids.items()]
+    by_grid = labels if isinstance(labels, Mapping) else dict.fromkeys(grids, labels)
+    drawn = [figures.grid_picture(slug(name), rows, by_grid[name]) for name, rows in grids.items()]
     shown = [grid for grid in drawn if grid is not None]
     warnings: list[str] = []
     views = [view_run(run, warnings) for run in runs]
@@ -80,6 +85,7 @@ def write_report(
         warnings=warnings,
         grids=shown,
         table=_table(results, floor, colours),
+        held_out=_table(held_out, {}, colours),
         conditions=_conditions(evaluation),
         quality=quality,
         runs=views,

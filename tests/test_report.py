@@ -199,6 +199,24 @@ def test_table_holds_every_result_and_the_floor(full: Path) -> None:
     assert "<td>–</td>" in last
 
 
+def test_held_out_prompts_have_a_table_and_grids_labels_of_their_own(tmp_path: Path) -> None:
+    held_out = [{"model": "student", "steps": 4, "nfe": 4, "frechet_distance": 7.125}]
+    rows = {"student, 4 steps": torch.zeros(2, 1, 8, 8)}
+    page = report(
+        tmp_path,
+        evaluation={**EVALUATION, "held_out": held_out},
+        grids={"seen": rows, "held out": rows},
+        labels={"seen": ["cat", "dog"], "held out": ["fish", "bird"]},
+    )
+    text = (tmp_path / "report.html").read_text(encoding="utf-8")
+    first, second = re.findall(r"<table>.*?</table>", text, re.DOTALL)
+    assert ("7.12" in first, "7.12" in second) == (False, True)
+    assert ("<tfoot>" in first, "<tfoot>" in second) == (True, False)
+    assert "Prompts that were held out" in page.words
+    alts = [image["alt"] or "" for image in page.find("img")]
+    assert [alt.partition("Columns: ")[2] for alt in alts[:2]] == ["cat, dog.", "fish, bird."]
+
+
 def test_text_from_outside_is_escaped(tmp_path: Path) -> None:
     evil = "</pre><script>alert(1)</script>"
     warning = json.dumps({"series": "warning", "cycle": 3, "message": evil}) + "\n"

@@ -74,7 +74,7 @@ def grid_picture(
     light, dark = render(draw, width // PIXEL_RATIO, height // PIXEL_RATIO, layout=None)
     alt = f"Grid of samples. Rows: {'; '.join(tiles)}."
     alt += f" Columns: {', '.join(drawn)}." if drawn else ""
-    caption = "Every column starts from the same noise and class in all rows."
+    caption = "Every column has the same noise, and the same class or prompt, in all rows."
     total = max(len(images) for images in rows.values())
     if total > columns:
         caption += f" The first {columns} of {total} columns."
