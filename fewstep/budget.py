@@ -28,6 +28,7 @@ from fewstep.memory import (
     whole_bytes,
 )
 from fewstep.models.model import Model, empty_network
+from fewstep.models.sd3 import SD3Settings
 from fewstep.parallel.ranks import Ranks
 from fewstep.placement import groups_of, rollout_workers
 from fewstep.pretrained import resolve_recipe
@@ -98,14 +99,22 @@ class Estimator:
         memory = memories[0]
         if len(memories) > 1 or self._rollout(ranks):
             memory = on_one_device(memories, self._rollout(ranks), recipe.placement.offload)
-        decoder, images = self._decoding
+        # Rollout workers validate where there are any, each with an autoencoder of its own.
+        decoders = self._rollout_workers(ranks) or 1
+        decoder, images = (decoders * size for size in self._decoding)
         return replace(memory, decoder=decoder, images=images)
 
     @cached_property
     def _decoding(self) -> tuple[int, int]:
         """Bytes of the weights that make images of samples, and of what comes and goes then."""
-        decoder = self.model.decoder() if self.recipe.validation is not None else None
-        return (weight_bytes(decoder), image_bytes(decoder)) if decoder is not None else (0, 0)
+        if self.recipe.validation is None:
+            return 0, 0
+        try:
+            decoder = self.model.decoder()
+            return (weight_bytes(decoder), image_bytes(decoder)) if decoder is not None else (0, 0)
+        except (RuntimeError, TypeError, ValueError) as error:
+            reason = str(error).splitlines()[0]
+            raise UserError(f"model.pipeline: its vae cannot decode a sample: {reason}") from error
 
     def kept(self, samples: int, recipe: Recipe, sharded: bool) -> Kept | None:
         """What the student's forward pass keeps; None where it cannot be counted."""
@@ -136,15 +145,19 @@ class Estimator:
             for name, parameter in network.named_parameters():
                 parameter.data = parameter.data.to(weights[name])
 
-    def _rollout(self, ranks: int) -> int:
-        """Bytes of the rollout workers' networks on the fullest device."""
+    def _rollout_workers(self, ranks: int) -> int:
+        """How many rollout workers the fullest device has."""
         if self.recipe.launch.kind != "ray":
             return 0
         method = self.recipe.method.build()
         workers = rollout_workers(self.recipe.rollout.workers, self.groups, method, ranks)
+        return -(-workers // ranks)
+
+    def _rollout(self, ranks: int) -> int:
+        """Bytes of the rollout workers' networks on the fullest device."""
         name = self._student.network_of(STUDENT)
         mine = [h for h in self.held[group_of(self.groups, STUDENT)] if h.network == name]
-        return -(-workers // ranks) * whole_bytes(mine)
+        return self._rollout_workers(ranks) * whole_bytes(mine)
 
 
 def structure_of(recipe: Recipe) -> Model:
@@ -154,15 +167,20 @@ def structure_of(recipe: Recipe) -> Model:
         UserError: where neither recipe nor weights tell what the network is like.
     """
     settings = recipe.model
-    if getattr(settings, "network", None) is not None or settings.weights is None:
+    if settings.weights is None:
         return settings.build()
-    if not Path(settings.weights).exists():
-        # Not even its name is looked up on a hub: a plan needs no connection.
+    if Path(settings.weights).exists():
+        return resolve_recipe(recipe).model.build()
+    # Not even its name is looked up on a hub: a plan needs no connection.
+    if getattr(settings, "network", None) is None:
         raise UserError(
             f"not known: {settings.weights} is not here, and the recipe does not say what its "
             f"network is like (model.network)"
         )
-    return resolve_recipe(recipe).model.build()
+    if isinstance(settings, SD3Settings) and settings.pipeline is None:
+        # A name on a hub stands for a whole pipeline, as far as one can tell from here.
+        settings = settings.model_copy(update={"pipeline": settings.weights})
+    return settings.build()
 
 
 def spread_of(recipe: Recipe, ranks: int) -> Spread:

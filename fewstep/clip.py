@@ -11,6 +11,7 @@ from torch.nn import functional
 
 from fewstep.errors import UserError
 from fewstep.features import to_rgb_bytes
+from fewstep.models.hub import split_hub_name
 
 
 @final
@@ -24,7 +25,8 @@ class ClipScore:
         """Load a CLIP model with its processor.
 
         Args:
-            weights: a directory that transformers wrote, or a hub id.
+            weights: a directory that transformers wrote, or a name on the hub, with @REVISION
+                after it for one commit, branch or tag.
             batch_size: images at once.
 
         Raises:
@@ -32,9 +34,11 @@ class ClipScore:
         """
         from transformers import CLIPModel, CLIPProcessor
 
+        name, revision = split_hub_name(weights) or (weights, None)
+        at = {"revision": revision} if revision is not None else {}
         try:
-            self._model = CLIPModel.from_pretrained(weights).eval()
-            self._processor = CLIPProcessor.from_pretrained(weights)
+            self._model = CLIPModel.from_pretrained(name, **at).eval()
+            self._processor = CLIPProcessor.from_pretrained(name, **at)
         except (OSError, ValueError) as error:
             reason = str(error).strip().splitlines()[0]
             raise UserError(f"CLIP: {weights} cannot be loaded: {reason}") from error

@@ -127,6 +127,8 @@ def by_diffusers(roles: Roles, directory: Path, condition: Condition) -> list[Te
     # Prompts are given as they were encoded; the encoders themselves are mere copies.
     encoders = [key for key in KEPT if key != "vae"]
     pipeline = open_pipeline(directory, but=encoders).to(roles.device)
+    if pipeline.vae is not None:
+        pipeline.vae.enable_slicing()  # one image at a time: large ones take gigabytes
     latents: list[Tensor] = []
 
     def keep(

@@ -7,7 +7,7 @@ from typing import Literal
 
 from fewstep.config import dump_recipe
 from fewstep.methods.method import SamplerSpec
-from fewstep.models.hub import directory_of
+from fewstep.models.hub import directory_of, split_hub_name
 from fewstep.models.sd3 import SD3
 from fewstep.models.sd3_files import DOWNSCALE
 from fewstep.pipeline import TEMPLATES
@@ -52,7 +52,7 @@ on them, by $encoder.
 _ADAPTER_ALONE = """```python
 from diffusers import FlowMatchEulerDiscreteScheduler, StableDiffusion3Pipeline
 
-pipeline = StableDiffusion3Pipeline.from_pretrained("$base"$without)
+pipeline = StableDiffusion3Pipeline.from_pretrained($base$without)
 pipeline.load_lora_weights(".")  # this directory
 pipeline.scheduler = FlowMatchEulerDiscreteScheduler(stochastic_sampling=$stochastic)
 image = pipeline("a red cat on a roof", $arguments).images[0]
@@ -113,7 +113,7 @@ def _usage(run: Run, spec: SamplerSpec, form: ExportFormat) -> str:
     if isinstance(run.roles.storage, SharedBase):
         text += _KOHYA if form == "lora" else _ADAPTER_TOO + _KOHYA
     return Template(text).substitute(
-        base=settings.pipeline,
+        base=_quoted(settings.pipeline),
         without=_without(model),
         arguments=_arguments(model, spec),
         stochastic=stochastic,
@@ -122,6 +122,12 @@ def _usage(run: Run, spec: SamplerSpec, form: ExportFormat) -> str:
         pooled=model.config.pooled_projection_dim,
         encoder=f"`{settings.text_encoder or settings.pipeline or 'an encoder of their own'}`",
     )
+
+
+def _quoted(name: str | None) -> str:
+    """A pipeline as the arguments of diffusers' `from_pretrained`."""
+    repository, revision = split_hub_name(name or "") or (name, None)
+    return f'"{repository}"' + (f', revision="{revision}"' if revision is not None else "")
 
 
 def _without(model: SD3) -> str:

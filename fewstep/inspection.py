@@ -25,6 +25,7 @@ from fewstep.checkpoint import (
     read_state,
     saved_tensors,
     verify_checkpoint,
+    verify_state,
 )
 from fewstep.config import Recipe, dump_recipe, load_recipe
 from fewstep.models.model import Model
@@ -56,9 +57,10 @@ def inspect_run(directory: Path) -> RenderableType:
         UserError: where there is no run, or it has no checkpoint.
     """
     check_run_directory(directory)
-    recipe, state = load_recipe(directory / RECIPE), read_state(latest_checkpoint(directory))
+    recipe, checkpoint = load_recipe(directory / RECIPE), latest_checkpoint(directory)
+    verify_state(checkpoint)
     roles = _empty_roles(recipe, recipe.model.build())
-    load_counters(roles, state["counters"])
+    load_counters(roles, read_state(checkpoint)["counters"])
     return Group(
         _recipe_panel(recipe),
         _roles_table(roles),

@@ -9,7 +9,7 @@ from typing import final
 
 import torch
 
-from fewstep.config import load_recipe
+from fewstep.config import Recipe, load_recipe
 from fewstep.data.conditions import Conditions, conditions_in_turn, tensor_conditions
 from fewstep.data.items import Items
 from fewstep.data.settings import DATA, BuiltInData, DataSettings
@@ -74,7 +74,9 @@ class Source:
         roles = self.roles
         encoder = roles.model.prompt_encoder(roles.device, self.text_dtype or roles.dtype)
         if cut := encoder.count_cut(prompts):
-            logger.warning("%d prompts are longer than their encoder looks at: they are cut", cut)
+            logger.warning("prompts longer than their encoder looks at, which are cut: %d", cut)
+        if self.items is None:  # which would have told it
+            roles.model.take_unconditional({k: v[0] for k, v in encoder.encode([""]).items()})
         parts = [encoder.encode(prompts[i : i + 16]) for i in range(0, len(prompts), 16)]
         joined = {key: torch.cat([part[key] for part in parts]) for key in parts[0]}
         return tensor_conditions(joined, prompts)
@@ -117,7 +119,7 @@ def open_source(
         raise UserError(f"--role {role}: {path} has {', '.join(denoisers)} to sample")
     model, method, runtime = recipe.model.build(), recipe.method.build(), recipe.runtime
     place = choose_device(device, runtime.device)
-    compute = getattr(torch, runtime.compute_dtype) if runtime.compute_dtype else None
+    compute = text_dtype(recipe)
     return Source(
         path.name,
         path,
@@ -144,7 +146,14 @@ def run_source(run: Run) -> Source:
         run.recipe.data,
         run.recipe.runtime.threads,
         run.items,
+        text_dtype(run.recipe),
     )
+
+
+def text_dtype(recipe: Recipe) -> torch.dtype | None:
+    """In which `fewstep encode` has its text encoders compute; None: in that of the weights."""
+    compute = recipe.runtime.compute_dtype
+    return getattr(torch, compute) if compute is not None else None
 
 
 def open_export(directory: Path, device: str | None = None) -> Source:
@@ -179,9 +188,10 @@ def choose_device(wanted: str | None, usual: str) -> torch.device:
     Raises:
         UserError: where the wanted one cannot be used.
     """
-    reason = why_unusable(wanted or usual)
+    device = wanted if wanted is not None else usual
+    reason = why_unusable(device)
     if reason is None:
-        return torch.device(wanted or usual)
+        return torch.device(device)
     if wanted is not None:
         raise UserError(f"--device: {wanted!r}: {reason}")
     logger.warning("sampling on the CPU: %r, where it was trained, is not here", usual)

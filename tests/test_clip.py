@@ -51,6 +51,20 @@ def test_the_score_is_that_of_the_towers(weights: Path) -> None:
     assert max(expected) - min(expected) > 1e-2
 
 
+def test_a_revision_on_the_hub_is_asked_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    asked = []
+
+    def load(name: str, **options: str) -> None:
+        asked.append((name, options))
+        raise OSError("not here")
+
+    monkeypatch.setattr(CLIPModel, "from_pretrained", load)
+    for name in ("owner/clip", "owner/clip@v1"):
+        with pytest.raises(UserError, match=f"CLIP: {name} cannot be loaded"):
+            ClipScore(name)
+    assert asked == [("owner/clip", {}), ("owner/clip", {"revision": "v1"})]
+
+
 def test_what_is_no_clip_model_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("HF_HUB_OFFLINE", "1")
     with pytest.raises(UserError, match=r"CLIP: .*nothing cannot be loaded"):

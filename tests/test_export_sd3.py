@@ -7,9 +7,11 @@ import json
 import re
 import shutil
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import huggingface_hub
 import pytest
 import torch
 from diffusers import DiffusionPipeline, StableDiffusion3Pipeline
@@ -292,6 +294,25 @@ def test_the_adapter_loads_into_the_stock_pipeline_with_every_key(
     for key, value in pipeline.transformer.state_dict().items():
         if "lora_" not in key:
             assert torch.equal(value, before[key.replace(".base_layer.", ".")])
+
+
+def test_a_readme_names_a_repository_and_its_revision_as_diffusers_wants_them(
+    runs: dict[str, fewstep.Run], teacher: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(huggingface_hub, "snapshot_download", lambda *_, **__: str(teacher))
+    run = runs["adapter"]
+    for name, arguments in (
+        ("owner/sd-3.5@abc1", '"owner/sd-3.5", revision="abc1")'),
+        ("owner/sd-3.5", '"owner/sd-3.5")'),
+    ):
+        model = run.recipe.model.model_copy(update={"pipeline": name})
+        adapter = model.build()
+        adapter.take_unconditional(run.items.unconditional)
+        moved = replace(run, recipe=run.recipe.model_copy(update={"model": model}))
+        monkeypatch.setattr(run.roles, "model", adapter)
+        directory = export_run(moved, tmp_path / "lora", form="lora", verify=False)
+        text = (directory / "README.md").read_text()
+        assert f"StableDiffusion3Pipeline.from_pretrained({arguments}" in text
 
 
 def test_programs_that_know_no_alpha_apply_the_adapter_at_its_strength(

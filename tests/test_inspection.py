@@ -126,3 +126,28 @@ def test_a_run_says_what_its_checkpoints_hold(inspect, checkpoint) -> None:
     assert code == 0
     held = "networks/base, optimizers/student, optimizers/fake_score"
     assert row(out, "cycle_000004")[2] == held
+
+
+@pytest.mark.parametrize("damage", ["flipped", "shorter", "missing"])
+def test_a_run_whose_state_is_damaged_is_not_shown(inspect, checkpoint, damage) -> None:
+    file = checkpoint / "state.json"
+    content = file.read_text()
+    if damage == "missing":
+        file.unlink()
+    else:
+        changed = content.replace('"successful"', '"succeeded!"' if damage == "flipped" else '"s"')
+        file.write_text(changed)
+    code, _, err = inspect(checkpoint.parents[1])
+    assert code == 2
+    assert "state.json" in err
+    assert "Remove" in err
+
+
+def test_a_run_is_shown_whatever_has_become_of_its_weights(inspect, checkpoint) -> None:
+    for file in (checkpoint / "tensors").iterdir():
+        file.write_bytes(b"?")
+    code, out, _ = inspect(checkpoint.parents[1])
+    assert code == 0
+    # The first such row is the one of memory.
+    updates = out[out.index("Updates") :]
+    assert row(updates, "fake_score ")[1:4] == ["8", "8", "0"]

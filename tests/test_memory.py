@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import io
+import json
 import os
 import re
 import sys
@@ -14,6 +15,7 @@ from typing import Any
 import pytest
 import torch
 from rich.console import Console
+from sd3_pipeline import TINY_SD3, write_tiny_pipeline
 from torch import Tensor, nn
 from torch.autograd.graph import saved_tensors_hooks
 
@@ -21,6 +23,7 @@ from fewstep import load_recipe, memory_tables
 from fewstep.activations import Kept, kept_by_forward
 from fewstep.budget import Estimator, remedies, samples_of, spread_of, structure_of
 from fewstep.build import build_worker
+from fewstep.config import parse_recipe
 from fewstep.decoding import image_bytes
 from fewstep.errors import UserError
 from fewstep.memory import (
@@ -350,6 +353,38 @@ def test_images_of_validation_are_decoded_one_after_another(lora) -> None:
     assert memory.needed == unseen.needed + memory.decoder
     few = replace(memory, activations=memory.images - 1)
     assert few.needed == replace(few, activations=0).needed
+
+
+def test_every_rollout_worker_has_an_autoencoder(lora) -> None:
+    changes = {"launch": {"kind": "ray"}, "rollout": {"workers": 3}}
+    recipe = parse_recipe(lora.recipe.model_dump(mode="json") | changes)
+    one, three, two_devices = lora.on(1), Estimator(recipe).on(1), Estimator(recipe).on(2)
+    assert (three.decoder, three.images) == (3 * one.decoder, 3 * one.images)
+    assert two_devices.decoder == 2 * one.decoder
+
+
+def test_a_whole_pipeline_is_its_own_by_default(lora, tmp_path) -> None:
+    values = lora.recipe.model_dump(mode="json")
+    values["model"]["pipeline"] = None
+    assert Estimator(parse_recipe(values)).on(1) == lora.on(1)
+    pipeline = write_tiny_pipeline(tmp_path / "pipeline")
+    values["model"] = {"family": "sd3", "weights": str(pipeline)}
+    sized = Estimator(parse_recipe(values)).on(1)
+    assert sized.decoder > 0
+    size = {k: v for k, v in TINY_SD3.items() if k != "out_channels"}
+    values["model"]["network"] = size
+    assert Estimator(parse_recipe(values)).on(1) == sized
+
+
+@pytest.mark.parametrize("change", [{"norm_num_groups": 7}, {"up_block_types": ["What"] * 4}])
+def test_an_autoencoder_that_cannot_be_is_named(lora, tmp_path, change) -> None:
+    pipeline = write_tiny_pipeline(tmp_path / "pipeline")
+    config = pipeline / "vae" / "config.json"
+    config.write_text(json.dumps(json.loads(config.read_text()) | change))
+    values = lora.recipe.model_dump(mode="json")
+    values["model"] = {"family": "sd3", "weights": str(pipeline)}
+    with pytest.raises(UserError, match=r"model\.pipeline: its vae cannot decode a sample: "):
+        Estimator(parse_recipe(values)).on(1)
 
 
 def test_the_most_that_is_there_at_once_is_counted() -> None:

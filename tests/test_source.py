@@ -37,7 +37,7 @@ def test_students_have_steps_of_their_own_with_and_without_data(
         roles={},
         result_role="student",
         method=settings.build(),
-        recipe=SimpleNamespace(data=None, runtime=SimpleNamespace(threads=1)),
+        recipe=SimpleNamespace(data=None, runtime=SimpleNamespace(threads=1, compute_dtype=None)),
         items=None,
     )
     assert run_source(run).few_step is few_step
@@ -84,6 +84,7 @@ def test_the_device_is_the_runs_or_the_cpu_where_that_is_gone(
     )
     export = export_run(run, tmp_path / "export", verify=False)
     for path in (run.directory, export):
-        with pytest.raises(UserError, match=r"--device: 'cuda:99': "):
-            open_source(path, device="cuda:99")
+        for wrong in ("cuda:99", "meta", "", "what"):
+            with pytest.raises(UserError, match=f"--device: '{wrong}': "):
+                open_source(path, device=wrong)
     assert open_source(export, device="cpu").roles.device == torch.device("cpu")

@@ -18,7 +18,9 @@ from typer.testing import CliRunner
 import fewstep as library
 from fewstep.checkpoint import latest_checkpoint, load_checkpoint, read_best
 from fewstep.cli import app
+from fewstep.methods.method import SamplerSpec
 from fewstep.run import Run, open_run
+from fewstep.source import open_source
 
 PROMPTS = ["a cat", "the red house", "a red cat on the house", "a house", "the cat", "a red thing"]
 OPTIMIZER = {"lr": 1e-3, "clip_norm": 1.0}
@@ -244,3 +246,17 @@ def test_a_run_whose_encoded_data_are_gone_is_sampled_by_prompts(
     code, _, err = fewstep("sample", run, "--out", out)
     assert code == 2
     assert "this network takes prompts; give some with --prompts" in err
+
+
+def test_a_guided_teacher_whose_encoded_data_are_gone_is_sampled_by_prompts(
+    alone: dict[str, Path], folder: Path, fewstep, tmp_path: Path
+) -> None:
+    run = shutil.copytree(alone["independent"], tmp_path / "run")
+    guided, images = SamplerSpec((1.0, 0.5), "euler", 3.0), {}
+    for gone in (False, True):
+        if gone:
+            recipe = (run / "recipe.yaml").read_text().replace(str(folder / "encoded"), "gone")
+            (run / "recipe.yaml").write_text(recipe)
+        source = open_source(run, role="teacher_score")
+        images[gone] = source.sample(source.encode(["a cat"]), guided, 0).images
+    assert torch.allclose(images[True], images[False], atol=1e-5)

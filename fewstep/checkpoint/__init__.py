@@ -34,7 +34,12 @@ from fewstep.checkpoint.draft import (
     write_part,
 )
 from fewstep.checkpoint.load import load_checkpoint, load_network
-from fewstep.checkpoint.manifest import read_manifest, read_state, verify_checkpoint
+from fewstep.checkpoint.manifest import (
+    read_manifest,
+    read_state,
+    verify_checkpoint,
+    verify_state,
+)
 from fewstep.checkpoint.parts import (
     check_all_read,
     divide,
@@ -83,6 +88,7 @@ __all__ = [
     "tensor_paths",
     "unread",
     "verify_checkpoint",
+    "verify_state",
     "write_best",
     "write_held",
     "write_part",

@@ -71,6 +71,18 @@ def verify_checkpoint(checkpoint: Path, peers: Peers | None = None) -> None:
     peers.each(lambda: _verify_part(checkpoint, peers.ranks.rank, peers.ranks.size))
 
 
+def verify_state(checkpoint: Path) -> None:
+    """Compare what `read_state` reads with the manifest, and nothing else.
+
+    Raises:
+        UserError: where it is damaged.
+    """
+    files = read_manifest(checkpoint) or {}
+    if STATE not in files:
+        raise UserError(f"{checkpoint / MANIFEST} does not list {STATE}: it is incomplete")
+    _verify_file(checkpoint / STATE, files[STATE])
+
+
 def _verify_part(checkpoint: Path, rank: int, size: int) -> None:
     if not checkpoint.is_dir():
         raise UserError(f"the checkpoint {checkpoint} does not exist")

@@ -134,8 +134,8 @@ def summary(encoded: Encoded, recipe: Path, overrides: Sequence[str]) -> Iterato
             yield f"  and {len(encoded.skipped) - SHOWN} more"
     if encoded.cut:
         yield (
-            f"Cut: {encoded.cut} prompts are longer than their encoder looks at "
-            f"(model.max_sequence_length); what is beyond counts for nothing"
+            f"Cut: {encoded.cut} prompts are longer than their encoder looks at: than "
+            f"model.max_sequence_length, or 77 where CLIP is all there is"
         )
     if encoded.made:
         yield "Next: " + shlex.join(["fewstep", "train", str(recipe), *overrides])

@@ -23,6 +23,15 @@ COMPONENTS = (
 NOT_NEEDED = ("*.bin", "*.msgpack", "*.fp16.*", "*.onnx*")
 
 
+def split_hub_name(name: str) -> tuple[str, str | None] | None:
+    """OWNER/NAME and REVISION, or None, of a name on the hub; None for a path."""
+    found = HUB_NAME.fullmatch(name)
+    if found is None or Path(name).exists():
+        return None
+    repository, revision = found.groups()
+    return repository, revision
+
+
 def directory_of(name: str, key: str) -> Path:
     """The directory that a recipe names; one on the hub is downloaded, or found in its cache.
 
@@ -34,10 +43,10 @@ def directory_of(name: str, key: str) -> Path:
     Raises:
         UserError: where there is no such directory, or it cannot be had from the hub.
     """
-    path, on_hub = Path(name), HUB_NAME.fullmatch(name)
-    if path.exists() or on_hub is None:
-        return path
-    repository, revision = on_hub.groups()
+    on_hub = split_hub_name(name)
+    if on_hub is None:
+        return Path(name)
+    repository, revision = on_hub
     from huggingface_hub import snapshot_download
     from huggingface_hub.errors import (
         GatedRepoError,
@@ -72,6 +81,6 @@ def directory_of(name: str, key: str) -> Path:
         raise UserError(
             f"{there} it could not be reached, nor is all of it in the cache. Check the path or "
             f"the connection (HF_HUB_OFFLINE must not be set), or download it where there is one "
-            f"by `hf download {repository}`: {error}"
+            f"by `hf download {repository}{f' --revision {revision}' * bool(revision)}`: {error}"
         ) from error
     return Path(found)

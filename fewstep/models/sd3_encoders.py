@@ -124,7 +124,7 @@ class SD3PromptEncoder(PromptEncoder):
         }
 
     def count_cut(self, prompts: Sequence[str]) -> int:
-        """See `PromptEncoder.count_cut`: by T5, which sees most; CLIP never sees more than 77."""
+        """See `PromptEncoder.count_cut`: by T5 where there is one; CLIP sees 77 tokens at most."""
         if self._t5 is not None:
             return count_longer(self._t5[1], prompts, self._length)
         tokenizer = self._clip[0][1]

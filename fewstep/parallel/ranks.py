@@ -104,7 +104,7 @@ SINGLE = Ranks(0, 1, CPU, grouped=False)
 def why_unusable(device: str) -> str | None:
     """Why tensors cannot be put on a device; None where they can."""
     try:
-        torch.empty(1, device=device)
+        torch.empty(1, device=device).cpu()  # not from meta, which holds nothing
     except (RuntimeError, AssertionError, NotImplementedError) as error:
         return str(error).splitlines()[0]
     return None

@@ -88,7 +88,7 @@ def test_prompts_that_are_cut_are_told(recipe: Recipe, tmp_path: Path, fewstep, 
     assert (code, "Cut: 2 prompts" in out) == (0, True)
     fewstep("train", file, "train.cycles=1")
     images = fewstep("sample", tmp_path / "run", "--prompt", "a cat", "--out", tmp_path / "a.png")
-    assert (images[0], "they are cut" in caplog.text) == (0, False)
+    assert (images[0], "which are cut" in caplog.text) == (0, False)
     long = ["--prompt", "a red cat " * 9, "--prompt", "a cat"]
     assert fewstep("sample", tmp_path / "run", *long, "--out", tmp_path / "b.png")[0] == 0
-    assert "1 prompts are longer than their encoder looks at: they are cut" in caplog.text
+    assert "prompts longer than their encoder looks at, which are cut: 1" in caplog.text
