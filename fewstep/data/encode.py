@@ -77,6 +77,7 @@ def encode_data(
         publish(directory, sidecar(name), entry)
         progress.count()
     ranks.barrier()  # every shard is there now
+    progress.count()
     return ranks.tell(lambda: finish(settings, plan, shards, finished, len(missing)))
 
 
