@@ -60,7 +60,7 @@ class Estimator:
         self.model = model or structure_of(recipe)
         self.optimizers = recipe.optimizers.by_role()
         self.groups = groups_of(recipe.placement, recipe.roles)
-        width = getattr(torch, recipe.runtime.dtype).itemsize
+        width = recipe.runtime.torch_dtype.itemsize
         self.held: dict[str, list[Held]] = {}
         for group, roles in self.groups.items():
             storage = self._storage(roles)
@@ -69,7 +69,7 @@ class Estimator:
             self.held[group] = held_tensors(storage, trained, self.model.blocks, roles, width)
             if STUDENT in roles:
                 self._student = storage
-        self._kept: dict[tuple[int, bool, str | None], Kept | None] = {}
+        self._kept: dict[tuple[int, bool, torch.dtype | None], Kept | None] = {}
 
     def _storage(self, roles: tuple[str, ...]) -> Storage:
         """Networks on the meta device; nothing is drawn from the caller's generator."""
@@ -118,25 +118,24 @@ class Estimator:
 
     def kept(self, samples: int, recipe: Recipe, sharded: bool) -> Kept | None:
         """What the student's forward pass keeps; None where it cannot be counted."""
-        compute = recipe.runtime.compute_dtype
-        key = (samples, sharded, compute)
+        dtype, compute_dtype = recipe.runtime.torch_dtype, recipe.runtime.torch_compute_dtype
+        key = (samples, sharded, compute_dtype)
         if key not in self._kept:
-            self._kept[key] = self._count(samples, sharded, recipe.runtime.dtype, compute)
+            self._kept[key] = self._count(samples, sharded, dtype, compute_dtype)
         return self._kept[key]
 
-    def _count(self, samples: int, sharded: bool, dtype: str, compute: str | None) -> Kept | None:
+    def _count(
+        self, samples: int, sharded: bool, dtype: torch.dtype, compute_dtype: torch.dtype | None
+    ) -> Kept | None:
         network = self._student.networks[self._student.network_of(STUDENT)]
-        compute_dtype = getattr(torch, compute) if compute is not None else None
         # A sharded network is gathered in the dtype that it computes in.
         weights = {n: p.dtype for n, p in network.named_parameters()}
-        own = compute_dtype if sharded and compute_dtype else getattr(torch, dtype)
+        own = compute_dtype if sharded and compute_dtype else dtype
         for parameter in network.parameters():
             parameter.data = parameter.data.to(own)
         self._student.activate(STUDENT)
         try:
-            return kept_by_forward(
-                self.model, network, samples, getattr(torch, dtype), compute_dtype
-            )
+            return kept_by_forward(self.model, network, samples, dtype, compute_dtype)
         except (RuntimeError, NotImplementedError, TypeError, ValueError):
             # A network that looks at the values of its input: it can only be run.
             return None
@@ -194,7 +193,7 @@ def spread_of(recipe: Recipe, ranks: int) -> Spread:
     sharded = kind in ("fsdp1", "fsdp2")
     size = min(parallel.shard_size or ranks, ranks) if sharded else 1
     runtime = recipe.runtime
-    width = getattr(torch, runtime.compute_dtype or runtime.dtype).itemsize
+    width = (runtime.torch_compute_dtype or runtime.torch_dtype).itemsize
     micro, samples = recipe.train.micro_batch_size, -(-recipe.train.batch_size // ranks)
     several = micro is not None and micro < samples
     return Spread(
@@ -360,5 +359,4 @@ def least_bytes(recipe: Recipe, model: Model) -> int:
         # Weights of all roles, and moments of those that are trained.
         numbers *= len(recipe.roles) + 2 * len(recipe.optimizers.by_role())
     size = spread_of(recipe, recipe.launch.processes).shard_size
-    width: int = getattr(torch, recipe.runtime.dtype).itemsize
-    return numbers * width // size
+    return numbers * recipe.runtime.torch_dtype.itemsize // size

@@ -51,9 +51,7 @@ def build_worker(
     check_ranks(recipe, ranks)
     names = tuple(roles if roles is not None else recipe.roles)
     optimizers = {k: v for k, v in recipe.optimizers.by_role().items() if trained and k in names}
-    dtype = getattr(torch, recipe.runtime.dtype)
-    compute = recipe.runtime.compute_dtype
-    compute_dtype = getattr(torch, compute) if compute is not None else None
+    dtype, compute_dtype = recipe.runtime.torch_dtype, recipe.runtime.torch_compute_dtype
     structure = teacher.network if teacher is not None else empty_network(model.build_network)
     with seeded(recipe.seed, "roles"):
         storage = build_storage(recipe, model, structure, names)
@@ -121,7 +119,7 @@ def build_roles(
         optimizers,
         recipe.ema,
         device=device,
-        dtype=getattr(torch, recipe.runtime.dtype),
+        dtype=recipe.runtime.torch_dtype,
         align=(sharding or Replicated()).aligned,
     )
 

@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Annotated, Any, Literal, final, get_args, get_origin
 
 import omegaconf
+import torch
 import yaml
 from omegaconf import OmegaConf
 from pydantic import Field, ValidationError, field_validator, model_validator
@@ -94,6 +95,17 @@ class RuntimeSettings(Settings):
     threads: Annotated[int, Field(gt=0)] | None = Field(
         None, description="CPU threads; null: torch's own choice"
     )
+
+    @property
+    def torch_dtype(self) -> torch.dtype:
+        """`dtype`, as torch's own."""
+        found: torch.dtype = getattr(torch, self.dtype)
+        return found
+
+    @property
+    def torch_compute_dtype(self) -> torch.dtype | None:
+        """`compute_dtype`, as torch's own."""
+        return getattr(torch, self.compute_dtype) if self.compute_dtype is not None else None
 
     @model_validator(mode="after")
     def _check_compute(self) -> RuntimeSettings:

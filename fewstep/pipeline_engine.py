@@ -148,8 +148,8 @@ def build_engine(recipe: Recipe, worker: Worker) -> RolloutEngine:
     roles = worker.roles
     plain = roles.storage.plain_network(STUDENT)
     engine = PipelineEngine.from_network(roles.model, plain, worker.method.sampler(), roles.device)
-    if recipe.runtime.compute_dtype is not None:
-        dtype = getattr(torch, recipe.runtime.compute_dtype)
+    dtype = recipe.runtime.torch_compute_dtype
+    if dtype is not None:
         compute_in(engine.pipeline.transformer, dtype, roles.device.type)
     return engine
 

@@ -148,7 +148,7 @@ def open_role(
     """
     # A shared base is built with an adapter at least; that of the student is there as well.
     bare = recipe.lora is not None and role == TEACHER_SCORE
-    names, dtype = (role, STUDENT) if bare else (role,), getattr(torch, recipe.runtime.dtype)
+    names, dtype = (role, STUDENT) if bare else (role,), recipe.runtime.torch_dtype
     with seeded(recipe.seed, "roles"):
         storage = build_storage(recipe, model, empty_network(model.build_network), names)
     spread(

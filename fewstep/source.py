@@ -9,7 +9,7 @@ from typing import final
 
 import torch
 
-from fewstep.config import Recipe, load_recipe
+from fewstep.config import load_recipe
 from fewstep.data.conditions import Conditions, conditions_in_turn, tensor_conditions
 from fewstep.data.items import Items
 from fewstep.data.settings import DATA, BuiltInData, DataSettings
@@ -119,7 +119,7 @@ def open_source(
         raise UserError(f"--role {role}: {path} has {', '.join(denoisers)} to sample")
     model, method, runtime = recipe.model.build(), recipe.method.build(), recipe.runtime
     place = choose_device(device, runtime.device)
-    compute = text_dtype(recipe)
+    compute = runtime.torch_compute_dtype
     return Source(
         path.name,
         path,
@@ -146,14 +146,8 @@ def run_source(run: Run) -> Source:
         run.recipe.data,
         run.recipe.runtime.threads,
         run.items,
-        text_dtype(run.recipe),
+        run.recipe.runtime.torch_compute_dtype,
     )
-
-
-def text_dtype(recipe: Recipe) -> torch.dtype | None:
-    """In which `fewstep encode` has its text encoders compute; None: in that of the weights."""
-    compute = recipe.runtime.compute_dtype
-    return getattr(torch, compute) if compute is not None else None
 
 
 def open_export(directory: Path, device: str | None = None) -> Source:

@@ -37,7 +37,9 @@ def test_students_have_steps_of_their_own_with_and_without_data(
         roles={},
         result_role="student",
         method=settings.build(),
-        recipe=SimpleNamespace(data=None, runtime=SimpleNamespace(threads=1, compute_dtype=None)),
+        recipe=SimpleNamespace(
+            data=None, runtime=SimpleNamespace(threads=1, torch_compute_dtype=None)
+        ),
         items=None,
     )
     assert run_source(run).few_step is few_step

@@ -63,13 +63,12 @@ def encode(
         ranks = join_ranks(recipe)
         model = model or resolve_recipe(recipe).model.build()
         ranks.tell(lambda: take(settings, lock))
-        dtype = getattr(torch, recipe.runtime.dtype)
-        compute = recipe.runtime.compute_dtype
+        dtype = recipe.runtime.torch_dtype
         return encode_data(
             settings,
             model,
             dtype,
-            getattr(torch, compute) if compute is not None else dtype,
+            recipe.runtime.torch_compute_dtype or dtype,
             ranks,
             overwrite=overwrite,
             on_progress=on_progress or (lambda done, total: None),

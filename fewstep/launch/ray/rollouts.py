@@ -59,7 +59,7 @@ class RolloutProcess:
         recipe = self._recipe
         self._model = model or recipe.model.build()
         self._method = recipe.method.build()
-        self._dtype = getattr(torch, recipe.runtime.dtype)
+        self._dtype = recipe.runtime.torch_dtype
         self._engine, self._base = open_engine(recipe, self._model, checkpoint)
         data = load_data(recipe, dataset)
         self._items = prompts_to_sample(recipe, self._model, dataset)
