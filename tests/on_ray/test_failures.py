@@ -187,6 +187,7 @@ def test_lost_rollout_workers_are_replaced(
     assert_equal_states(flat_state(fewstep.train(alone)), flat_state(run))
 
 
+@pytest.mark.exhaustive
 def test_rollout_workers_that_die_while_the_student_trains_are_replaced(
     nothing_left: Any,
     make_recipe: Callable[..., Recipe],
@@ -214,6 +215,7 @@ def test_rollout_workers_that_die_while_the_student_trains_are_replaced(
     assert_equal_states(flat_state(fewstep.train(make_recipe("dmd2", alone))), flat_state(run))
 
 
+@pytest.mark.exhaustive
 def test_a_broken_rank_of_the_actor_ends_the_run_though_a_push_was_sent_along(
     nothing_left: Any, make_recipe: Callable[..., Recipe], model: Faulty
 ) -> None:
