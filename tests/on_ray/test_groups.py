@@ -7,8 +7,10 @@ import sys
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import ray
+from PIL import Image
 
 import fewstep
 from fewstep.plan import cycle_steps
@@ -141,3 +143,18 @@ def test_rollout_workers_make_the_samples_that_the_student_is_judged_by(
         if series != "run":
             for a, b in zip(mine, other, strict=True):
                 assert a["loss"] == pytest.approx(b["loss"], rel=1e-9)
+
+
+@pytest.mark.slow
+def test_the_shares_of_several_rollout_workers_are_put_in_order(
+    cluster: None, tmp_path: Path
+) -> None:
+    changes = {**CHANGES, "train.cycles": 1, "validation.every": 1}
+    pictures = []
+    for name, more in (("alone", {}), ("ray", {"launch.kind": "ray", "rollout.workers": 2})):
+        fewstep.train(make_recipe(tmp_path / name, {**changes, **more}), data=ten_images())
+        (file,) = (tmp_path / name / "validation").iterdir()
+        with Image.open(file) as picture:
+            pictures.append(np.asarray(picture, dtype=float))
+    assert pictures[0].std() > 20  # samples that differ
+    assert np.abs(pictures[0] - pictures[1]).max() <= 1
