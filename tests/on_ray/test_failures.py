@@ -57,6 +57,7 @@ SPLIT = {**RAY, **FAKE_FIRST, "placement.groups": GROUPS, "rollout.workers": 1}
 # How long the end may take once the fault is noticed; the machine may be busy.
 SECONDS = 30
 PHASE = r"phase (student|fake_score/\d) \(role (student|fake_score)\)"
+AssertAsAlone = Callable[[dict[str, Any], fewstep.Run], None]
 
 
 @pytest.fixture
@@ -65,6 +66,19 @@ def model(tmp_path: Path) -> Iterator[Faulty]:
     ray.cloudpickle.register_pickle_by_value(faulty)
     yield Faulty(tmp_path)
     ray.cloudpickle.unregister_pickle_by_value(faulty)
+
+
+@pytest.fixture
+def assert_as_alone(
+    make_recipe: Callable[..., Recipe], tmp_path: Path, flat_state: Any, assert_equal_states: Any
+) -> AssertAsAlone:
+    """Fail unless a run has come, bit for bit, to what it comes to in one process without Ray."""
+
+    def check(changes: dict[str, Any], run: fewstep.Run) -> None:
+        alone = make_recipe("dmd2", {**CHEAP, **changes, "run_dir": str(tmp_path / "alone")})
+        assert_equal_states(flat_state(fewstep.train(alone)), flat_state(run))
+
+    return check
 
 
 @pytest.mark.parametrize(
@@ -133,14 +147,17 @@ def test_a_rank_without_finite_numbers_makes_all_skip(
 # Rollout workers.
 
 
+def times_lost(caplog: pytest.LogCaptureFixture) -> int:
+    """How often the run has said that it lost the first of them."""
+    return sum("rollout/0 was lost" in record.getMessage() for record in caplog.records)
+
+
 def test_lost_rollout_workers_are_replaced(
     nothing_left: Any,
     make_recipe: Callable[..., Recipe],
     model: Faulty,
-    tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
-    flat_state: Any,
-    assert_equal_states: Any,
+    assert_as_alone: AssertAsAlone,
     caplog: pytest.LogCaptureFixture,
 ) -> None:
     pending: list[str] = []
@@ -181,10 +198,8 @@ def test_lost_rollout_workers_are_replaced(
     recipe = make_recipe("dmd2", {**SPLIT, **changes, "placement.offload": True})
     run = fewstep.train(recipe, model=model, on_cycle=on_cycle)
     assert pending == []
-    lost = [r.getMessage() for r in caplog.records if "rollout/0 was lost" in r.getMessage()]
-    assert len(lost) == 4, lost
-    alone = make_recipe("dmd2", {**CHEAP, **changes, "run_dir": str(tmp_path / "alone")})
-    assert_equal_states(flat_state(fewstep.train(alone)), flat_state(run))
+    assert times_lost(caplog) == 4, caplog.text
+    assert_as_alone(changes, run)
 
 
 @pytest.mark.exhaustive
@@ -192,10 +207,8 @@ def test_rollout_workers_that_die_while_the_student_trains_are_replaced(
     nothing_left: Any,
     make_recipe: Callable[..., Recipe],
     model: Faulty,
-    tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
-    flat_state: Any,
-    assert_equal_states: Any,
+    assert_as_alone: AssertAsAlone,
     caplog: pytest.LogCaptureFixture,
 ) -> None:
     run_phase = TrainerGroup.run_phase
@@ -207,12 +220,10 @@ def test_rollout_workers_that_die_while_the_student_trains_are_replaced(
         return sent
 
     monkeypatch.setattr(TrainerGroup, "run_phase", run_phase_)
-    recipe = make_recipe("dmd2", {**SPLIT, "train.cycles": 4})
-    run = fewstep.train(recipe, model=model)
-    lost = [r.getMessage() for r in caplog.records if "rollout/0 was lost" in r.getMessage()]
-    assert len(lost) == 2, lost
-    alone = {**CHEAP, **FAKE_FIRST, "train.cycles": 4, "run_dir": str(tmp_path / "alone")}
-    assert_equal_states(flat_state(fewstep.train(make_recipe("dmd2", alone))), flat_state(run))
+    changes = {**FAKE_FIRST, "train.cycles": 4}
+    run = fewstep.train(make_recipe("dmd2", {**SPLIT, **changes}), model=model)
+    assert times_lost(caplog) == 2, caplog.text
+    assert_as_alone(changes, run)
 
 
 @pytest.mark.exhaustive
@@ -336,12 +347,7 @@ def test_the_command_prints_the_remote_traceback_and_the_place(
 
 @pytest.mark.exhaustive
 def test_a_killed_driver_takes_all_along_and_its_run_can_be_resumed(
-    start: Any,
-    make_recipe: Callable[..., Recipe],
-    model: Faulty,
-    tmp_path: Path,
-    flat_state: Any,
-    assert_equal_states: Any,
+    start: Any, model: Faulty, tmp_path: Path, assert_as_alone: AssertAsAlone
 ) -> None:
     changes = {**FAKE_FIRST, "train.cycles": 5, "checkpoint.every": 2}
     started = start({**SPLIT, **changes}, ARM="3 critic/0 spin")
@@ -361,11 +367,7 @@ def test_a_killed_driver_takes_all_along_and_its_run_can_be_resumed(
         code, out, err = resumed.end()
     assert (code, err) == (0, ""), err
     assert "Complete: 5 cycles" in out
-    alone = make_recipe("dmd2", {**CHEAP, **changes, "run_dir": str(tmp_path / "alone")})
-    assert_equal_states(
-        flat_state(fewstep.train(alone)),
-        flat_state(fewstep.open_run(tmp_path / "run")),
-    )
+    assert_as_alone(changes, fewstep.open_run(tmp_path / "run"))
 
 
 @contextmanager
