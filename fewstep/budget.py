@@ -58,13 +58,12 @@ class Estimator:
         """
         self.recipe = recipe
         self.model = model or structure_of(recipe)
-        self.optimizers = recipe.optimizers.by_role()
         self.groups = groups_of(recipe.placement, recipe.roles)
         width = recipe.runtime.torch_dtype.itemsize
         self.held: dict[str, list[Held]] = {}
         for group, roles in self.groups.items():
             storage = self._storage(roles)
-            trained = {k: v for k, v in self.optimizers.items() if k in roles}
+            trained = recipe.optimizers.by_role(roles)
             mark_trained(storage, roles, trained)
             self.held[group] = held_tensors(storage, trained, self.model.blocks, roles, width)
             if STUDENT in roles:
@@ -96,12 +95,12 @@ class Estimator:
             activations=kept and kept.activations(recompute, *passes_of(recipe)),
             copies=0 if kept is None or spread.sharded else kept.copies(recompute),
         )
-        memory = memories[0]
-        if len(memories) > 1 or self._rollout(ranks):
-            memory = on_one_device(memories, self._rollout(ranks), recipe.placement.offload)
+        memory, workers = memories[0], self._rollout_workers(ranks)
+        if len(memories) > 1 or workers:
+            rollout = workers * self._student_bytes()
+            memory = on_one_device(memories, rollout, recipe.placement.offload)
         # Rollout workers validate where there are any, each with an autoencoder of its own.
-        decoders = self._rollout_workers(ranks) or 1
-        decoder, images = (decoders * size for size in self._decoding)
+        decoder, images = ((workers or 1) * size for size in self._decoding)
         return replace(memory, decoder=decoder, images=images)
 
     @cached_property
@@ -152,11 +151,11 @@ class Estimator:
         workers = rollout_workers(self.recipe.rollout.workers, self.groups, method, ranks)
         return -(-workers // ranks)
 
-    def _rollout(self, ranks: int) -> int:
-        """Bytes of the rollout workers' networks on the fullest device."""
+    def _student_bytes(self) -> int:
+        """Of the network that a rollout worker has."""
         name = self._student.network_of(STUDENT)
         mine = [h for h in self.held[group_of(self.groups, STUDENT)] if h.network == name]
-        return self._rollout_workers(ranks) * whole_bytes(mine)
+        return whole_bytes(mine)
 
 
 def structure_of(recipe: Recipe) -> Model:

@@ -50,7 +50,7 @@ def build_worker(
     method.check(model)
     check_ranks(recipe, ranks)
     names = tuple(roles if roles is not None else recipe.roles)
-    optimizers = {k: v for k, v in recipe.optimizers.by_role().items() if trained and k in names}
+    optimizers = recipe.optimizers.by_role(names) if trained else {}
     dtype, compute_dtype = recipe.runtime.torch_dtype, recipe.runtime.torch_compute_dtype
     structure = teacher.network if teacher is not None else empty_network(model.build_network)
     with seeded(recipe.seed, "roles"):
@@ -111,7 +111,7 @@ def build_roles(
 ) -> Roles:
     """Some roles of a run over their networks; `optimizers`: by default those of the recipe."""
     if optimizers is None:
-        optimizers = {k: v for k, v in recipe.optimizers.by_role().items() if k in names}
+        optimizers = recipe.optimizers.by_role(names)
     return Roles(
         model,
         storage,

@@ -5,7 +5,7 @@ from __future__ import annotations
 import difflib
 import json
 import re
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Container, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Annotated, Any, Literal, final, get_args, get_origin
 
@@ -72,10 +72,11 @@ class OptimizersSettings(Settings):
         None, description="needed by the adversarial head, method.adversarial"
     )
 
-    def by_role(self) -> dict[str, OptimizerSettings]:
-        """Role -> settings, of those that are given."""
+    def by_role(self, among: Container[str] | None = None) -> dict[str, OptimizerSettings]:
+        """Role -> settings, of those that are given; `among`: of these roles alone."""
         given = {name: getattr(self, name) for name in type(self).model_fields}
-        return {name: value for name, value in given.items() if value is not None}
+        found = {name: value for name, value in given.items() if value is not None}
+        return found if among is None else {n: v for n, v in found.items() if n in among}
 
 
 @final

@@ -1,4 +1,4 @@
-"""The network that a run starts from: a teacher's weights, those of another run, or new ones."""
+"""The network that a run starts from, and one role of a run by itself."""
 
 from __future__ import annotations
 
@@ -19,13 +19,7 @@ from fewstep.checkpoint import (
 from fewstep.config import Recipe, load_recipe
 from fewstep.errors import UserError
 from fewstep.models import ModelSettings
-from fewstep.models.model import (
-    Model,
-    Pretrained,
-    SizedByWeights,
-    empty_network,
-    pretrained,
-)
+from fewstep.models.model import Model, Pretrained, SizedByWeights, empty_network, pretrained
 from fewstep.parallel.ranks import CPU, SINGLE, Ranks
 from fewstep.parallel.sharding import Replicated, spread
 from fewstep.roles.role import STUDENT, TEACHER_SCORE, Roles

@@ -358,7 +358,8 @@ def test_images_of_validation_are_decoded_one_after_another(lora) -> None:
 def test_every_rollout_worker_has_an_autoencoder(lora) -> None:
     changes = {"launch": {"kind": "ray"}, "rollout": {"workers": 3}}
     recipe = parse_recipe(lora.recipe.model_dump(mode="json") | changes)
-    one, three, two_devices = lora.on(1), Estimator(recipe).on(1), Estimator(recipe).on(2)
+    one, estimator = lora.on(1), Estimator(recipe)
+    three, two_devices = estimator.on(1), estimator.on(2)
     assert (three.decoder, three.images) == (3 * one.decoder, 3 * one.images)
     assert two_devices.decoder == 2 * one.decoder
 

@@ -126,7 +126,7 @@ def build_trainer(
             generator = torch.Generator().manual_seed(zlib.crc32(f"{role}/{key}".encode()))
             parameter.add_(0.2 * torch.randn(parameter.shape, generator=generator))
     sharding = build_sharding(recipe.parallel, ranks, None)
-    dtype = getattr(torch, recipe.runtime.dtype)
+    dtype = recipe.runtime.torch_dtype
     spread(storage, sharding, model.blocks, None, dtype=dtype)
     roles = build_roles(recipe, model, storage, names, ranks.device, sharding)
     sharding.wrap(storage, names, [name for name, role in roles.items() if role.trainable])

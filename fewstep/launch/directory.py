@@ -18,10 +18,7 @@ from fewstep.checkpoint import (
 from fewstep.config import Recipe, check_fingerprint, dump_recipe, load_recipe
 from fewstep.errors import UserError
 from fewstep.files import saving
-from fewstep.launch.hooks import (
-    FINGERPRINT,
-    run_fingerprint,
-)
+from fewstep.launch.hooks import FINGERPRINT, run_fingerprint
 from fewstep.launch.lock import RunLock
 from fewstep.parallel.ranks import SINGLE, Ranks
 from fewstep.pretrained import RECIPE, is_run_directory

@@ -21,12 +21,7 @@ from fewstep.launch.directory import (
     restore,
     resumed_recipe,
 )
-from fewstep.launch.hooks import (
-    CheckpointHook,
-    OnCycle,
-    RunSaves,
-    build_hooks,
-)
+from fewstep.launch.hooks import CheckpointHook, OnCycle, RunSaves, build_hooks
 from fewstep.launch.lock import RunLock
 from fewstep.launch.trials import (
     check_device,

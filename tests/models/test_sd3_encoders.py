@@ -180,7 +180,7 @@ def test_a_decoder_is_known_without_its_weights(pipeline: Path) -> None:
     assert sum(p.numel() for p in published.parameters()) == 83_819_683
 
 
-def test_prompts_that_are_cut_are_counted_by_the_encoder_that_sees_most(pipeline: Path) -> None:
+def test_prompts_that_are_cut_are_counted_by_t5_where_there_is_one(pipeline: Path) -> None:
     words = [" ".join(["red"] * count) for count in (0, 18, 19, 20, 100)]
     full = encoder(pipeline)
     # Each word is a token, and the end is one more.
