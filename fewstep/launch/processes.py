@@ -29,6 +29,9 @@ from fewstep.parallel.ranks import CPU, Ranks
 
 # Where rank 0 writes its exit code: the launcher says nothing of it where it was stopped itself.
 EXIT_CODE = "FEWSTEP_EXIT_CODE_FILE"
+# Heartbeats tell the launchers of other machines that this one lives, and there are none. One that
+# is under way while the launcher is stopped ends by an error of its thread on standard error.
+HEARTBEAT_SECONDS = 365 * 24 * 3600
 
 
 @final
@@ -91,6 +94,7 @@ def launch(arguments: Sequence[str], processes: int, grace_seconds: int) -> Ende
         run_id=uuid.uuid4().hex,
         rdzv_backend="c10d",
         rdzv_endpoint="127.0.0.1:0",
+        rdzv_configs={"keep_alive_interval": HEARTBEAT_SECONDS},
         local_addr="127.0.0.1",
         max_restarts=0,
         monitor_interval=0.1,

@@ -4,12 +4,16 @@ from __future__ import annotations
 
 import os
 import signal
+import sys
+import threading
 import time
 from collections.abc import Callable
 from pathlib import Path
 
 import pytest
+from torch.distributed.elastic.rendezvous.dynamic_rendezvous import DynamicRendezvousHandler
 
+from fewstep.launch.processes import launch
 from fewstep.run import open_run
 from fewstep.training.loop import StopRequest
 
@@ -84,6 +88,27 @@ def test_torchrun_passes_sigterm_on(start, tmp_path: Path) -> None:
     code, out, _ = started.end()
     assert code != 0  # torchrun's own
     assert saved(tmp_path, out) >= 1
+
+
+@pytest.mark.slow
+@pytest.mark.exhaustive  # it waits for longer than torch's launcher between two of its heartbeats
+@pytest.mark.timeout(120)
+def test_nothing_of_the_launcher_fails_behind_its_end(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    def slow(handler: DynamicRendezvousHandler) -> None:
+        beat(handler)
+        time.sleep(3)
+
+    beat, failed = DynamicRendezvousHandler._keep_alive, []
+    monkeypatch.setattr(DynamicRendezvousHandler, "_keep_alive", slow)
+    monkeypatch.setattr(sys, "unraisablehook", failed.append)
+    script = tmp_path / "rank.py"
+    script.write_text("import time; time.sleep(60)")
+    threading.Timer(7, lambda: os.kill(os.getpid(), signal.SIGTERM)).start()
+    assert launch([str(script)], 2, 5).code == 143
+    time.sleep(3)
+    assert failed == []
 
 
 @pytest.mark.slow
