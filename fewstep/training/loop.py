@@ -66,6 +66,9 @@ class StopRequest:
             signal.signal(each, handle)
         try:
             yield
+            if broken is not None and self.signal == signal.SIGTERM:
+                # What is left is to say so, which the repetition must not cut short either.
+                previous[signal.SIGTERM] = signal.SIG_IGN
         except BaseException:
             # The launcher ends the other ranks as soon as one has failed; but this one is on its
             # way out, and has to say why.

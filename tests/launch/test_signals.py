@@ -154,6 +154,18 @@ def test_a_rank_whose_run_has_failed_is_interrupted_by_the_first_sigterm() -> No
         signal.signal(signal.SIGTERM, before)
 
 
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+def test_a_rank_that_was_stopped_lives_to_say_so(number: signal.Signals) -> None:
+    stop, before = StopRequest(), signal.getsignal(signal.SIGTERM)
+    try:
+        with stop.on_interrupt(lambda: False):
+            os.kill(os.getpid(), number)
+        left = signal.getsignal(signal.SIGTERM)
+        assert left == (signal.SIG_IGN if number == signal.SIGTERM else before)
+    finally:
+        signal.signal(signal.SIGTERM, before)
+
+
 def test_a_rank_that_fails_is_not_ended_before_it_has_said_why() -> None:
     stop, before = StopRequest(), signal.getsignal(signal.SIGTERM)
     try:
