@@ -186,7 +186,7 @@ def sample(
     device: Annotated[str | None, typer.Option(help=DEVICE)] = None,
 ) -> None:
     """Sample a run or an export, on the grid that it was trained on."""
-    from fewstep.export import DESCRIPTION
+    from fewstep.export_description import DESCRIPTION
     from fewstep.images import write_samples
     from fewstep.source import open_source
 

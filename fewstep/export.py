@@ -5,17 +5,15 @@ from __future__ import annotations
 import os
 import shutil
 from pathlib import Path
-from typing import final
 
-from fewstep.diffusion.samplers import Transition
 from fewstep.errors import UserError
 from fewstep.export_check import by_diffusers, check_samples, has_lora, with_lora
+from fewstep.export_description import DESCRIPTION, HERE, ExportDescription
 from fewstep.export_kohya import check_kohya, export_kohya
 from fewstep.export_lora import LORA_FILE, export_lora
 from fewstep.export_readme import ExportFormat, dit_readme, sd3_readme
 from fewstep.files import saving
 from fewstep.methods.method import SamplerSpec, trained_transition
-from fewstep.models import ModelSettings
 from fewstep.models.hub import directory_of
 from fewstep.models.sd3 import SD3, SD3Settings
 from fewstep.pipeline import check_model, write_pipeline
@@ -23,49 +21,6 @@ from fewstep.pipeline_sd3 import KEPT, copy_components
 from fewstep.roles.role import STUDENT, STUDENT_EMA
 from fewstep.roles.storage import SharedBase
 from fewstep.run import Run
-from fewstep.settings import Settings
-
-DESCRIPTION = "fewstep.json"
-# Stands in the description for the export's own directory, wherever it is moved.
-HERE = "."
-
-
-@final
-class ExportDescription(Settings):
-    """What `fewstep.json` in an export says.
-
-    Attributes:
-        model: the recipe's model section.
-        sigmas: the grid, as it was trained.
-        solver: "renoise" or "euler".
-        role: whose weights these are.
-        cycle: after which they were saved.
-        data: name of the data set to evaluate against.
-    """
-
-    model: ModelSettings
-    sigmas: tuple[float, ...]
-    solver: Transition
-    role: str
-    cycle: int
-    data: str
-
-
-def read_description(directory: Path) -> ExportDescription:
-    """What an export says of itself; a pipeline's parts are where the export is now.
-
-    Raises:
-        UserError: where it cannot be read.
-    """
-    file = directory / DESCRIPTION
-    try:
-        description = ExportDescription.model_validate_json(file.read_text())
-    except (OSError, ValueError) as error:
-        raise UserError(f"{file} cannot be read: {error}") from error
-    model = description.model
-    if isinstance(model, SD3Settings) and model.pipeline == HERE:
-        model = model.model_copy(update={"pipeline": str(directory)})
-    return description.model_copy(update={"model": model})
 
 
 def export_run(

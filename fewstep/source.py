@@ -14,7 +14,7 @@ from fewstep.data.conditions import Conditions, conditions_in_turn, tensor_condi
 from fewstep.data.items import Items
 from fewstep.data.settings import DATA, BuiltInData, DataSettings
 from fewstep.errors import UserError
-from fewstep.export import DESCRIPTION, read_description
+from fewstep.export_description import DESCRIPTION, read_description
 from fewstep.methods.method import SamplerSpec
 from fewstep.parallel.ranks import CPU, why_unusable
 from fewstep.pretrained import RECIPE, Which, find_checkpoint, is_run_directory, open_role

@@ -43,6 +43,9 @@ LAYERS = (
         "memory",
         "budget",
         "memory_tables",
+        # Below what writes exports, which needs diffusers and PEFT: sampling starts sooner.
+        "export_description",
+        "source",
     ),
     (
         "report",
@@ -56,7 +59,6 @@ LAYERS = (
         "inspection",
         "plan",
         "images",
-        "source",
         "comparison",
     ),
     ("launch",),
