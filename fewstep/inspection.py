@@ -60,12 +60,14 @@ def inspect_run(directory: Path) -> RenderableType:
     recipe, checkpoint = load_recipe(directory / RECIPE), latest_checkpoint(directory)
     verify_state(checkpoint)
     roles = _empty_roles(recipe, recipe.model.build())
-    load_counters(roles, read_state(checkpoint)["counters"])
+    counters = read_state(checkpoint)["counters"]
+    load_counters(roles, counters)
+    rates = {role.name: role.learning_rate for role in roles.values() if role.trainable}
     return Group(
         _recipe_panel(recipe),
         _roles_table(roles),
         _cycle_text(recipe),
-        _counters_table(roles),
+        _counters_table(counters, rates),
         _checkpoints_table(directory),
     )
 
@@ -89,7 +91,7 @@ def inspect_checkpoint(checkpoint: Path) -> RenderableType:
     return Group(
         *([_yaml_panel(recipe.read_text())] if recipe.is_file() else []),
         _tensors_table(checkpoint / TENSORS, state["tensors"]),
-        _saved_counters_table(state.get("counters", {})),
+        _counters_table(state.get("counters", {}), {}),
         _files_table(checkpoint),
         f"[bold]Cycle[/bold] {state['cycle']}: whole, every byte as the manifest says.",
     )
@@ -145,16 +147,18 @@ def _saved_text(recipe: Recipe) -> str:
     )
 
 
-def _counters_table(roles: Roles) -> Table:
+def _counters_table(counters: Mapping[str, Any], rates: Mapping[str, float]) -> Table:
+    """Updates that were done; of the roles in `rates` also the learning rate of the next."""
     table = Table(title="Updates")
-    for name in ("role", "attempted", "successful", "skipped", "learning rate"):
+    columns = ("attempted", "successful", "skipped")
+    for name in ("role", *columns, *(["learning rate"] if rates else [])):
         table.add_column(name, justify="left" if name == "role" else "right")
-    for role in roles.values():
-        if role.trainable:
-            counts = (role.attempted, role.successful, role.skipped)
-            table.add_row(role.name, *map(str, counts), f"{role.learning_rate:.3g}")
-    if roles.ema is not None:
-        table.add_row("student_ema", "", str(roles.ema_updates), "", "")
+    for role, counts in counters.get("roles", {}).items():
+        if counts["attempted"] or role in rates:
+            rate = [f"{rates[role]:.3g}"] if role in rates else []
+            table.add_row(role, *(str(counts[name]) for name in columns), *rate)
+    if counters.get("ema_updates"):
+        table.add_row("student_ema", "", str(counters["ema_updates"]), "")
     return table
 
 
@@ -205,18 +209,6 @@ def _files_by_owner(directory: Path) -> dict[str, int]:
 def _owner(path: str) -> str:
     """Of "networks/student/proj.weight" the part "networks/student"."""
     return "/".join(path.split("/", 2)[:2])
-
-
-def _saved_counters_table(counters: Mapping[str, Any]) -> Table:
-    table = Table(title="Updates")
-    for name in ("role", "attempted", "successful", "skipped"):
-        table.add_column(name, justify="left" if name == "role" else "right")
-    for role, counts in counters.get("roles", {}).items():
-        if counts["attempted"]:
-            table.add_row(role, *(str(counts[k]) for k in ("attempted", "successful", "skipped")))
-    if counters.get("ema_updates"):
-        table.add_row("student_ema", "", str(counters["ema_updates"]), "")
-    return table
 
 
 def _files_table(checkpoint: Path) -> Table:
