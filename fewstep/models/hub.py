@@ -45,6 +45,8 @@ def directory_of(name: str, key: str) -> Path:
     """
     on_hub = split_hub_name(name)
     if on_hub is None:
+        if not Path(name).is_dir():
+            raise UserError(f"{key}: {name} is not a directory")
         return Path(name)
     repository, revision = on_hub
     from huggingface_hub import snapshot_download

@@ -22,6 +22,7 @@ from fewstep.models.sd3 import SD3, SD3Settings
 from fewstep.models.sd3_files import schedule_shift
 from fewstep.models.sd3_network import SD3Network
 from fewstep.parallel.compute import recompute_in_backward
+from fewstep.parallel.ranks import CPU
 from fewstep.pretrained import load_weights, resolve_recipe
 from fewstep.roles.storage import SharedBase
 
@@ -395,8 +396,21 @@ def test_a_hub_out_of_reach_says_what_to_do(
     monkeypatch.setattr(huggingface_hub, "snapshot_download", unreachable)
     with pytest.raises(UserError, match=r"model\.weights: owner/name .* could not be reached"):
         resolve_recipe(recipe(tmp_path, {"weights": "owner/name"}))
-    with pytest.raises(UserError, match="is not a directory"):
-        resolve_recipe(recipe(tmp_path, {"weights": str(tmp_path / "nowhere")}))
+
+
+def test_a_directory_that_is_not_there_is_named_with_its_key(tmp_path: Path) -> None:
+    nowhere = str(tmp_path / "nowhere")
+    with pytest.raises(UserError, match=f"^model.weights: {nowhere} is not a directory"):
+        resolve_recipe(recipe(tmp_path, {"weights": nowhere}))
+    model = SD3Settings(network=SIZE, pipeline=nowhere).build()
+    for use in (
+        lambda: model.prompt_encoder(CPU, torch.float32),
+        lambda: model.autoencoder(CPU, torch.float32),
+        model.teacher_shift,
+        model.encoding,
+    ):
+        with pytest.raises(UserError, match=f"^model.pipeline: {nowhere} is not a directory"):
+            use()
 
 
 def test_features_are_the_image_tokens_of_a_block(pipeline: Path) -> None:
