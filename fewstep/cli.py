@@ -187,18 +187,20 @@ def sample(
 ) -> None:
     """Sample a run or an export, on the grid that it was trained on."""
     from fewstep.export_description import DESCRIPTION
-    from fewstep.images import write_samples
+    from fewstep.images import check_out, write_samples
     from fewstep.source import open_source
 
     if (role is not None or which is not None) and (source / DESCRIPTION).is_file():
         option = "--role" if role is not None else "--which"
         raise UserError(f"{option}: {source} is an export, which holds one network; leave it out")
+    # Before anything that takes long.
+    check_out(out)
+    given = read_prompts(prompts, prompt or [])
     opened = open_source(source, which, role, device)
     spec = opened.sampler(steps)
     if steps is not None and opened.few_step and spec.sigmas != opened.sampler(None).sigmas:
         trained = opened.sampler(None).steps
         errors.print(f"[yellow]Note:[/yellow] this student was trained for {trained} steps only.")
-    given = read_prompts(prompts, prompt or [])
     conditions = choose_conditions(opened, classes, given, count)
     samples = opened.sample(conditions, spec, seed)
     written = write_samples(samples.images, out)
@@ -243,11 +245,14 @@ def evaluate(
     real images scores against all of them.
     """
     from fewstep.comparison import count_steps, evaluate_sources, write_comparison
+    from fewstep.files import check_place
     from fewstep.results import evaluation_table
     from fewstep.source import open_source
 
-    opened = [open_source(path, which, device=device) for path in sources]
     counts = parse_numbers(steps, "--steps", least=1, most=1000)
+    if out is not None:
+        check_place(out, "--out")
+    opened = [open_source(path, which, device=device) for path in sources]
 
     def report_row(row: dict[str, Any]) -> None:
         name = f"{row['model']}, {count_steps(row['steps'])}"

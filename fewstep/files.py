@@ -78,3 +78,23 @@ def saving(what: Path, clean_up: Callable[[], None] = lambda: None) -> Iterator[
             f"{what} could not be written: {reason}. Nothing was published; what was saved "
             f"before is untouched"
         ) from error
+
+
+def check_place(directory: Path, key: str) -> None:
+    """See that files can be written in a directory, or where it would have to be made.
+
+    For what takes long to make, and would be lost where it cannot be written in the end.
+
+    Args:
+        directory: need not exist.
+        key: of the recipe or the command line, for messages.
+
+    Raises:
+        UserError: where they cannot.
+    """
+    absolute = directory.absolute()
+    parent = next(p for p in [absolute, *absolute.parents] if p.exists())
+    if not parent.is_dir():
+        raise UserError(f"{key}: {directory} cannot be made: {parent} is a file")
+    if not os.access(parent, os.W_OK):
+        raise UserError(f"{key}: {directory} cannot be written (no permission for {parent})")

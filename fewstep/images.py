@@ -11,7 +11,16 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from fewstep.errors import UserError
-from fewstep.files import saving
+from fewstep.files import check_place, saving
+
+
+def check_out(out: Path) -> None:
+    """Raise UserError for a name that `write_samples` cannot write to, before samples are made."""
+    if out.suffix not in (".png", ".safetensors", ""):
+        raise UserError(f"--out {out}: end it in .png, .safetensors, or name a directory")
+    if out.suffix and out.is_dir():
+        raise UserError(f"--out {out}: is a directory; name a file in it, as in {out / 'x.png'}")
+    check_place(out.parent if out.suffix else out, "--out")
 
 
 def write_samples(samples: Tensor, out: Path) -> str:
@@ -26,8 +35,7 @@ def write_samples(samples: Tensor, out: Path) -> str:
         UserError: for another ending, samples that are no images or not finite, or a place that
             cannot be written.
     """
-    if out.suffix not in (".png", ".safetensors", ""):
-        raise UserError(f"--out {out}: end it in .png, .safetensors, or name a directory")
+    check_out(out)
     if out.suffix != ".safetensors" and (samples.ndim != 4 or samples.shape[1] not in (1, 3)):
         raise UserError(f"--out {out}: the samples are no images; end it in .safetensors")
     if not torch.isfinite(samples).all():

@@ -319,6 +319,33 @@ def test_sample_refuses_what_it_cannot_do(
     assert words in err
 
 
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        (["sample", "nowhere", "--out", "x.bmp"], "--out x.bmp: end it in .png"),
+        (["sample", "nowhere", "--out", "folder.png"], "--out folder.png: is a directory"),
+        (["sample", "nowhere", "--out", "file/below/x.png"], "--out: file/below cannot be made"),
+        (["sample", "nowhere", "--prompts", "none.txt"], "--prompts: none.txt is no text file"),
+        (["evaluate", "nowhere", "--steps", "4,x"], "--steps: 'x' is no number"),
+        (["evaluate", "nowhere", "--out", "file"], "--out: file cannot be made"),
+    ],
+)
+def test_what_could_not_be_written_in_the_end_is_refused_before_anything_is_opened(
+    fewstep: RunCommand,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    arguments: list[str],
+    words: str,
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    Path("folder.png").mkdir()
+    Path("file").touch()
+    code, _, err = fewstep(*arguments)
+    assert code == 2
+    assert words in err
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["file", "folder.png"]
+
+
 @pytest.mark.parametrize("option", [["--role", "student"], ["--which", "latest"]])
 def test_an_export_has_no_roles_or_checkpoints_to_choose_from(
     fewstep: RunCommand, project: Path, tmp_path: Path, option: list[str]

@@ -17,7 +17,7 @@ from fewstep.checkpoint import (
 )
 from fewstep.config import Recipe, check_fingerprint, dump_recipe, load_recipe
 from fewstep.errors import UserError
-from fewstep.files import saving
+from fewstep.files import check_place, saving
 from fewstep.launch.hooks import FINGERPRINT, run_fingerprint
 from fewstep.launch.lock import RunLock
 from fewstep.parallel.ranks import SINGLE, Ranks
@@ -98,11 +98,7 @@ def check_directory(directory: Path, resume: bool) -> None:
             f"run_dir: {directory} holds a run already (up to cycle {cycles[-1]}); go on with "
             f"--resume, or choose another directory with --run-dir"
         )
-    parent = next(p for p in [directory, *directory.parents] if p.exists())
-    if not parent.is_dir():
-        raise UserError(f"run_dir: {directory} cannot be made: {parent} is a file")
-    if not os.access(parent, os.W_OK):
-        raise UserError(f"run_dir: {directory} cannot be written (no permission for {parent})")
+    check_place(directory, "run_dir")
 
 
 def remove_unsaved(directory: Path) -> None:
