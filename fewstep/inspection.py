@@ -29,6 +29,7 @@ from fewstep.checkpoint import (
 )
 from fewstep.config import Recipe, dump_recipe, load_recipe
 from fewstep.models.model import Model
+from fewstep.models.module import ModuleSettings
 from fewstep.pretrained import RECIPE, check_run_directory, resolve_recipe
 from fewstep.roles.role import Roles
 from fewstep.training.cycle import plan_cycle
@@ -59,13 +60,15 @@ def inspect_run(directory: Path) -> RenderableType:
     check_run_directory(directory)
     recipe, checkpoint = load_recipe(directory / RECIPE), latest_checkpoint(directory)
     verify_state(checkpoint)
-    roles = _empty_roles(recipe, recipe.model.build())
-    counters = read_state(checkpoint)["counters"]
-    load_counters(roles, counters)
-    rates = {role.name: role.learning_rate for role in roles.values() if role.trainable}
+    counters, rates, about_roles = read_state(checkpoint)["counters"], {}, []
+    if not isinstance(recipe.model, ModuleSettings):  # whose network is only known to Python
+        roles = _empty_roles(recipe, recipe.model.build())
+        load_counters(roles, counters)
+        rates = {role.name: role.learning_rate for role in roles.values() if role.trainable}
+        about_roles = [_roles_table(roles)]
     return Group(
         _recipe_panel(recipe),
-        _roles_table(roles),
+        *about_roles,
         _cycle_text(recipe),
         _counters_table(counters, rates),
         _checkpoints_table(directory),

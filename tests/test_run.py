@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -182,7 +183,7 @@ def test_a_teacher_run_without_a_checkpoint_is_refused(make_recipe, tmp_path) ->
         train(make_recipe("dmd2", {"model": model}))
 
 
-def test_a_network_of_ones_own(make_recipe, flat_state, assert_equal_states) -> None:
+def test_a_network_of_ones_own(make_recipe, flat_state, assert_equal_states, fewstep) -> None:
     model = ModuleModel(lambda: PointNetwork(2, 8, 1), (2,))
     changes = {
         "model": {"family": "module"},
@@ -196,6 +197,11 @@ def test_a_network_of_ones_own(make_recipe, flat_state, assert_equal_states) -> 
     assert_equal_states(flat_state(opened), flat_state(run))
     with pytest.raises(UserError, match=r"model\.family: 'module' is a network given from Python"):
         open_run(run.directory)
+    code, out, _ = fewstep("inspect", run.directory)
+    assert code == 0
+    updates = out[out.index("Updates") :]
+    assert re.search(r"fake_score +│ +8 +│ +8 +│ +0 ", updates)
+    assert "cycle_000004" in updates
 
 
 # Refused before anything is loaded.

@@ -29,8 +29,9 @@ class ModuleSettings(Settings):
     def build(self) -> Model:
         """Not possible from a recipe alone."""
         raise UserError(
-            "model.family: 'module' is a network given from Python: pass it as "
-            "fewstep.train(recipe, model=fewstep.ModuleModel(...))"
+            "model.family: 'module' is a network given from Python: pass it there, as in "
+            "fewstep.train(recipe, model=fewstep.ModuleModel(...)) or "
+            "fewstep.open_run(run, model=...)"
         )
 
 

@@ -84,5 +84,5 @@ def test_missing_truncated_and_unfitting_weights_name_their_file(tmp_path: Path)
 
 
 def test_a_recipe_alone_cannot_make_a_module() -> None:
-    with pytest.raises(UserError, match=r"pass it as fewstep\.train"):
+    with pytest.raises(UserError, match=r"as in fewstep\.train"):
         ModuleSettings().build()
