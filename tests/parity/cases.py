@@ -257,7 +257,7 @@ def largest_difference(
     found = [(0.0, "")]
     for key, value in left.items():
         if key.startswith(prefix):
-            a, b = value.double(), right[key].double()
+            a, b = value.detach().double(), right[key].detach().double()
             assert a.shape == b.shape, key
             found.append((float((a - b).norm()) / max(float(a.norm()), 1e-12), key))
     return max(found)
