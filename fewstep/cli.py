@@ -181,7 +181,11 @@ def sample(
         typer.Option(help="Checkpoint of a run; by default the best, if it was validated."),
     ] = None,
     role: Annotated[
-        str | None, typer.Option(help="Whose network; by default student_ema where there is one.")
+        str | None,
+        typer.Option(
+            help="Whose network; by default student_ema where there is one. teacher_score is "
+            "sampled with the guidance that it teaches with, in 50 steps unless --steps is given."
+        ),
     ] = None,
     device: Annotated[str | None, typer.Option(help=DEVICE)] = None,
 ) -> None:

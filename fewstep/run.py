@@ -87,7 +87,7 @@ class Run:
             count: number of samples, by default 16, where no classes are given.
             classes: a label for each sample; by default 0, 1, 2, ... in turn.
             steps: another number of steps than the trained one.
-            role: whose network.
+            role: whose network; a score's is sampled in many steps, the teacher's with guidance.
             seed: of the noise.
             spec: a sampler of your own instead of `steps`.
 
@@ -99,11 +99,12 @@ class Run:
             conditions = label_conditions(torch.as_tensor(classes))
             if count not in (None, len(conditions)):
                 raise ValueError(f"{count} samples are asked for, but {len(conditions)} classes")
-        sampler = spec or self.method.sampler(steps)
+        role = role or self.result_role
+        sampler = spec or self.method.sampler(steps, role)
         with cpu_threads(self.recipe.runtime.threads):
             return sample_role(
                 self.roles,
-                role or self.result_role,
+                role,
                 sampler,
                 conditions,
                 seed=seed,

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import final
 
@@ -18,7 +19,7 @@ from fewstep.export_description import DESCRIPTION, read_description
 from fewstep.methods.method import SamplerSpec
 from fewstep.parallel.ranks import CPU, why_unusable
 from fewstep.pretrained import RECIPE, Which, find_checkpoint, is_run_directory, open_role
-from fewstep.roles.role import DISCRIMINATOR, STUDENT, TEACHER_SCORE, Roles
+from fewstep.roles.role import DISCRIMINATOR, STUDENT, STUDENT_EMA, TEACHER_SCORE, Roles
 from fewstep.roles.storage import Independent
 from fewstep.run import Run, prompts_that_are_left
 from fewstep.sampling import Samples, cpu_threads, sample_role
@@ -125,8 +126,8 @@ def open_source(
         path,
         open_role(recipe, model, role, find_checkpoint(path, which), place, compute),
         role,
-        method.sampler,
-        TEACHER_SCORE in method.roles,
+        partial(method.sampler, role=role),
+        TEACHER_SCORE in method.roles and role in (STUDENT, STUDENT_EMA),
         recipe.data,
         runtime.threads,
         prompts_that_are_left(recipe, model),

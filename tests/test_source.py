@@ -54,6 +54,7 @@ def test_a_role_is_opened_alone_and_is_that_of_the_run(
     run = fewstep.train(make_recipe("dmd2", {"storage": storage, "runtime": runtime}))
     expected = open_run(run.directory).sample(5, role=role, seed=3).images
     source = open_source(run.directory, role=role)
+    assert source.few_step == role.startswith("student")
     found = source.sample(source.conditions(5), source.sampler(None), 3).images
     assert torch.equal(found, expected)
     assert list(source.roles.storage.networks) == [role if storage == "independent" else "base"]

@@ -11,10 +11,8 @@ from fewstep.build import seeded
 from fewstep.data.dataset import Dataset
 from fewstep.data.items import Items
 from fewstep.diffusion.draw import Draw
-from fewstep.diffusion.timesteps import few_step_grid
 from fewstep.errors import UserError
 from fewstep.methods.dmd2 import sample_statistics
-from fewstep.methods.method import SamplerSpec
 from fewstep.models.teacher_check import check_prediction
 from fewstep.parallel.ranks import why_unusable
 from fewstep.roles.role import STUDENT, TEACHER_SCORE, Roles
@@ -89,14 +87,10 @@ def teacher_statistics(run: Run, steps: int = 16) -> dict[str, float] | None:
     count = run.recipe.logging.teacher_samples
     if TEACHER_SCORE not in run.roles or not count:
         return None
-    guidance = getattr(run.recipe.method, "guidance", 1.0)
-    # From where the student starts: an eps network says nothing of a sample that is all noise.
-    first = run.method.sampler().sigmas[0]
-    spec = SamplerSpec(tuple(first * s for s in few_step_grid(steps)), "euler", guidance)
     made = sample_role(
         run.roles,
         TEACHER_SCORE,
-        spec,
+        run.method.sampler(steps, TEACHER_SCORE),
         run.conditions(count),
         batch_size=run.recipe.train.micro_batch_size or run.recipe.train.batch_size,
         ranks=run.worker.ranks,

@@ -37,6 +37,9 @@ from fewstep.roles.role import DISCRIMINATOR, FAKE_SCORE, STUDENT, TEACHER_SCORE
 
 LEAST_SCORE_NOISE = 1e-4
 
+SCORE_STEPS = 50
+"""Steps of a score network that is sampled, where no other number is asked for."""
+
 
 @final
 @dataclass(frozen=True)
@@ -144,9 +147,17 @@ class DMD2(Method):
                 f"noise is at least {LEAST_SCORE_NOISE:g}"
             )
 
-    def sampler(self, steps: int | None = None) -> SamplerSpec:
-        """The trained grid, or one of another number of steps that it was not trained on."""
+    def sampler(self, steps: int | None = None, role: str = STUDENT) -> SamplerSpec:
+        """The trained grid, or one of another number of steps that it was not trained on.
+
+        The scores are many-step models: an ODE's grid, for the teacher with its guidance.
+        """
         s = self.settings
+        if role in (TEACHER_SCORE, FAKE_SCORE):
+            # From where the student starts: an eps network says nothing of what is all noise.
+            first, grid = self.sigmas[0], few_step_grid(steps or SCORE_STEPS, s.shift)
+            guidance = s.guidance if role == TEACHER_SCORE else 1.0
+            return SamplerSpec(tuple(first * sigma for sigma in grid), "euler", guidance)
         if steps is None or steps == len(self.sigmas):
             return SamplerSpec(self.sigmas, s.transition)
         return SamplerSpec(few_step_grid(steps, s.shift), s.transition)

@@ -84,7 +84,7 @@ class FlowMatching(Method):
         check_guidance(model, self.settings.sampling.guidance, "method.sampling.guidance")
         check_grid_start(model, self.sampler().sigmas[0], "the sampler's first sigma")
 
-    def sampler(self, steps: int | None = None) -> SamplerSpec:
+    def sampler(self, steps: int | None = None, role: str = STUDENT) -> SamplerSpec:
         """See `Method.sampler`."""
         s = self.settings.sampling
         grid = few_step_grid(steps if steps is not None else s.steps, s.shift)

@@ -150,8 +150,8 @@ class Method(ABC):
         """Raise UserError where the model cannot be trained by this method."""
 
     @abstractmethod
-    def sampler(self, steps: int | None = None) -> SamplerSpec:
-        """How the student is sampled; `steps` asks for another grid of the same kind."""
+    def sampler(self, steps: int | None = None, role: str = STUDENT) -> SamplerSpec:
+        """How a role is sampled; `steps` asks for another grid of the same kind."""
 
     @abstractmethod
     def phase_loss(

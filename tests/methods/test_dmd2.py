@@ -24,7 +24,7 @@ from fewstep.models.mixture import mixture_x0
 from fewstep.models.module import ModuleModel
 from fewstep.parallel.sharding import Replicated, spread
 from fewstep.roles.optimizer import OptimizerSettings
-from fewstep.roles.role import FAKE_SCORE, STUDENT, TEACHER_SCORE, Roles
+from fewstep.roles.role import FAKE_SCORE, STUDENT, STUDENT_EMA, TEACHER_SCORE, Roles
 from fewstep.roles.storage import Independent
 
 DRAW, ROLLOUT = Draw(3, 5, "student"), Draw(3, 5, "student")
@@ -524,6 +524,16 @@ def test_the_grid_is_one_for_training_and_sampling() -> None:
     assert method(steps=2, sigmas=(0.9, 0.4)).sampler().sigmas == (0.9, 0.4)
     other = method(steps=2, sigmas=(0.9, 0.4), transition="euler").sampler(3)
     assert (other.steps, other.solver) == (3, "euler")
+
+
+def test_the_scores_are_sampled_in_many_steps_and_the_teacher_as_it_teaches() -> None:
+    dmd2 = method(steps=2, shift=5.0, guidance=4.0, sigmas=(0.9, 0.4))
+    for role, guidance in ((TEACHER_SCORE, 4.0), (FAKE_SCORE, 1.0)):
+        spec = dmd2.sampler(4, role)
+        assert (spec.solver, spec.guidance) == ("euler", guidance)
+        assert spec.sigmas == pytest.approx([0.9, 0.9 * 0.9375, 0.9 * 2.5 / 3, 0.9 * 0.625])
+        assert dmd2.sampler(role=role).steps == 50
+    assert dmd2.sampler(role=STUDENT_EMA) == dmd2.sampler()
 
 
 @pytest.mark.parametrize(
