@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import os
 import sys
 from pathlib import Path
@@ -414,6 +415,8 @@ def parse_numbers(text: str, option: str, least: int, most: int) -> list[int]:
 
 def read_prompts(file: Path | None, prompts: list[str]) -> list[str]:
     """The lines of a text file, without empty ones, and prompts of the command line after them."""
+    from fewstep.data.sources import broken_text
+
     lines: list[str] = []
     if file is not None:
         from fewstep.data.tables import read_lines
@@ -423,6 +426,9 @@ def read_prompts(file: Path | None, prompts: list[str]) -> list[str]:
         lines = [record.text for record in read_lines(file) if record.text and record.text.strip()]
         if not lines:
             raise UserError(f"--prompts: {file} has no prompt in it; write one a line")
+    for prompt in prompts:
+        if (problem := broken_text(prompt)) is not None:
+            raise UserError(f"--prompt: {problem}")
     return [*lines, *prompts]
 
 
@@ -489,6 +495,9 @@ def fail(message: str, code: int, error: BaseException | None = None) -> NoRetur
 
 def main() -> None:
     """Run the command line: exit code 2 for a user's mistake, 1 for a run that cannot go on."""
+    # What a terminal cannot show, as a file's name that is not UTF-8, must not end a run.
+    if isinstance(sys.stdout, io.TextIOWrapper):
+        sys.stdout.reconfigure(errors="backslashreplace")
     try:
         app()
     except UserError as error:

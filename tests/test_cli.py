@@ -326,6 +326,7 @@ def test_sample_refuses_what_it_cannot_do(
         (["sample", "nowhere", "--out", "folder.png"], "--out folder.png: is a directory"),
         (["sample", "nowhere", "--out", "file/below/x.png"], "--out: file/below cannot be made"),
         (["sample", "nowhere", "--prompts", "none.txt"], "--prompts: none.txt is no text file"),
+        (["sample", "nowhere", "--prompt", "a \udcff"], "--prompt: the prompt is no Unicode text"),
         (["evaluate", "nowhere", "--steps", "4,x"], "--steps: 'x' is no number"),
         (["evaluate", "nowhere", "--out", "file"], "--out: file cannot be made"),
     ],

@@ -10,6 +10,7 @@ from typing import Any, final
 from safetensors import safe_open
 from torch import Tensor
 
+from fewstep.data.dataset import Split
 from fewstep.data.encoded import CONDITION, SAMPLES
 from fewstep.data.encoding import Encoder, write_tensors
 from fewstep.data.manifest import (
@@ -48,6 +49,7 @@ class Encoded:
         items: how many there are, by split.
         skipped: the records that were left out, each with its place and what is wrong.
         cut: how many prompts were longer than their encoder looks at.
+        trained_on: how many held-out items have a prompt that is among those of training.
         made: how many shards were made now, by all ranks; none where all was there already.
         files: how many files there are.
         bytes: of all files.
@@ -57,6 +59,7 @@ class Encoded:
     items: Mapping[str, int]
     skipped: list[list[str]]
     cut: int
+    trained_on: int
     made: int
     files: int
     bytes: int
@@ -102,8 +105,9 @@ def check_own(directory: Path) -> None:
     """Raise UserError where a directory is a file, or holds something that is no encoded data."""
     if directory.exists() and not directory.is_dir():
         raise UserError(f"data.encoded: {directory} is a file; name a directory")
-    present = [p for p in directory.iterdir() if p.name != ".lock"] if directory.is_dir() else []
-    if not own_documents(directory) and present:
+    present = {path.name for path in directory.iterdir()} if directory.is_dir() else set()
+    # A kill at the very beginning leaves the first of these alone.
+    if not own_documents(directory) and present - {*temporaries([]), ".lock"}:
         raise no_encoded_data(directory)
 
 
@@ -235,7 +239,20 @@ def finish(
             (directory / name).unlink(missing_ok=True)
     count = sum(1 for entry in files.values() if entry["size"])
     cut = sum(entry["cut"] for entry in entries.values())
-    return Encoded(directory, items, skipped, cut, made, count, size)
+    return Encoded(directory, items, skipped, cut, count_trained_on(shards), made, count, size)
+
+
+def count_trained_on(shards: Shards) -> int:
+    """How many held-out items have a prompt that is among those of training."""
+    prompts = records_of(shards, "train")
+    known = {record.text for record in prompts if record.fault() is None}
+    return sum(record.text in known for record in records_of(shards, "validation"))
+
+
+def records_of(shards: Shards, split: Split) -> list[Record]:
+    """The records of a split's shards."""
+    names = [name for name in shards if name.startswith(f"{split}-")]
+    return [record for name in names for record in shards[name]]
 
 
 def nothing_left(split: str, skipped: list[list[str]]) -> UserError:

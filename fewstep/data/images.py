@@ -41,7 +41,7 @@ def read_images(names: Sequence[str], column: str | None) -> list[Record]:
         path = Path(name)
         if path.is_dir():
             records = list(read_folder(path, column))
-        elif path.suffix == ".tar":
+        elif path.suffix.lower() == ".tar":
             records = list(read_shard(path, column, images=True))
         else:
             raise UserError(f"data.files: {name} is neither a folder of images nor a .tar")
@@ -166,11 +166,16 @@ def centre(picture: Image.Image, width: int, height: int) -> Image.Image:
 
 def flatten(picture: Image.Image, background: Color) -> Image.Image:
     """A picture in eight bits without transparency, composed on a colour."""
-    if picture.mode.startswith("I"):  # sixteen bits, which Pillow would cut off at 255
-        values = np.asarray(picture, dtype=np.float64) / 257
-        return Image.fromarray(values.round().clip(0, 255).astype(np.uint8))
-    if picture.mode == "F":
-        raise ValueError("pixels are floating-point numbers, whose range is not known")
+    if picture.mode in ("I", "F"):
+        kind = "floating-point numbers" if picture.mode == "F" else "integers of 32 bits"
+        raise ValueError(f"pixels are {kind}, whose range is not known")
+    if picture.mode.startswith("I;16"):  # which Pillow would cut off at 255
+        values = np.asarray(picture, dtype=np.float64)
+        grey = Image.fromarray((values / 257).round().astype(np.uint8)).convert("RGB")
+        if (see_through := picture.info.get("transparency")) is not None:
+            hidden = Image.fromarray(values == see_through)
+            grey.paste(background, mask=hidden)
+        return grey
     if picture.has_transparency_data:
         above = picture.convert("RGBA")
         picture = Image.alpha_composite(Image.new("RGBA", above.size, (*background, 255)), above)

@@ -43,7 +43,9 @@ def publish(directory: Path, name: str, document: Any) -> None:
     """Write a JSON file into a directory: it is there as a whole or not at all."""
     temporary = directory / f".{name}.tmp"
     with saving(directory / name, lambda: temporary.unlink(missing_ok=True)):
-        write_file(temporary, json.dumps(document, indent=1, ensure_ascii=False).encode())
+        text = json.dumps(document, indent=1, ensure_ascii=False)
+        # Of a file's name that is not UTF-8: Python's escapes for its bytes are JSON's.
+        write_file(temporary, text.encode(errors="backslashreplace"))
         temporary.replace(directory / name)
         sync_directory(directory)
 

@@ -48,7 +48,7 @@ def _read(name: str, column: str | None, split: str) -> Iterator[Record]:
         return read_huggingface(name, wanted, split)
     if file.is_dir():
         raise UserError(f"data.files: {name} is a directory, but not one of {KINDS}")
-    match file.suffix:
+    match file.suffix.lower():
         case ".txt":
             if column is not None:
                 raise UserError(f"data.column: {column!r} is given, but {name} has no columns")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Annotated, Any, Literal, final
 
@@ -11,11 +12,11 @@ from pydantic import Field, model_validator
 from fewstep.data.dataset import Dataset, Split, load_dataset
 from fewstep.data.encoded import EncodedItems, read_manifest
 from fewstep.data.images import read_images
-from fewstep.data.manifest import differences
+from fewstep.data.manifest import Plan, differences
 from fewstep.data.prompts import read_prompts
 from fewstep.data.sources import Record, changed, expand, holds, local, real
 from fewstep.errors import UserError
-from fewstep.models.encoders import Encoding
+from fewstep.models.encoders import VAE, Encoding
 from fewstep.settings import Settings
 
 Channel = Annotated[int, Field(ge=0, le=255)]
@@ -145,8 +146,7 @@ class TextToImageData(Settings, ABC):
             present = set()  # some are gone
         found += [f"  {name}: is new" for name in sorted(local(present).keys() - known.keys())]
         found += differences({"model": plan["model"]}, {"model": encoding.settings})
-        files = changed(encoding.files, plan["encoders"])
-        found += [f"  encoders.{name}: its content has changed" for name in files]
+        found += [f"  encoders.{name}: {how}" for name, how in changed_encoders(plan, encoding)]
         if found:
             raise stale(self.directory, found)
 
@@ -221,6 +221,18 @@ def common_facts(settings: TextToImageData) -> dict[str, Any]:
     """What decides encoded data of any kind."""
     keys = ("name", "files", "column", "validation", "validation_items", "dtype")
     return {key: getattr(settings, key) for key in keys}
+
+
+def changed_encoders(plan: Plan, encoding: Encoding) -> Iterator[tuple[str, str]]:
+    """Encoders that are not those of a plan, and how; where all are gone, none is."""
+    known, files = plan["encoders"], encoding.files
+    yield from ((name, "its content has changed") for name in changed(files, known))
+    there = {name for name, path in files.items() if path.exists()}
+    yield from ((name, "is new") for name in sorted(there - known.keys()))
+    # A network that samples by those that are left would be given other prompts than it has seen.
+    prompts = known.keys() - {VAE}
+    if prompts & there:
+        yield from ((name, "is gone, and others are not") for name in sorted(prompts - there))
 
 
 def check_skipped(settings: TextToImageData, skipped: list[list[str]]) -> None:

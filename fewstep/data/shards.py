@@ -25,11 +25,15 @@ def read_shard(file: Path, column: str | None, images: bool) -> Iterator[Record]
     Raises:
         UserError: where the file is no tar file or ends too early.
     """
-    for key, members in _samples(file):
+    for key, members, twice in _samples(file):
         where = f"{file}, {key}"
         image = next((members[e] for e in IMAGE_ENDINGS if e in members), None)
-        if images and image is None:
-            yield Record(where, problem="there is no image")
+        if twice:
+            problem = f"it has {', '.join(f'.{e}' for e in twice)} twice: are these two samples?"
+            yield Record(where, problem=problem)
+        elif images and image is None:
+            endings = ", ".join(f".{ending}" for ending in members)
+            yield Record(where, problem=f"there is no image: its members are {endings}")
         elif column is None:
             yield _of_text(where, members.get("txt"), image)
         else:
@@ -50,7 +54,7 @@ def _of_json(where: str, blob: Blob | None, column: str, image: Blob | None) -> 
         return Record(where, problem="there is no .json", image=image)
     try:
         values: Any = json.loads(blob.read())
-    except ValueError:
+    except (ValueError, RecursionError):  # the latter: brackets a thousand deep
         return Record(where, problem="its .json cannot be read", image=image)
     if not isinstance(values, dict) or column not in values:
         names = ", ".join(values) if isinstance(values, dict) else "no keys"
@@ -58,21 +62,24 @@ def _of_json(where: str, blob: Blob | None, column: str, image: Blob | None) -> 
     return record(where, values[column], image)
 
 
-def _samples(file: Path) -> Iterator[tuple[str, dict[str, Blob]]]:
-    """Neighbours of the same key, each with its members by ending, in lower case."""
+def _samples(file: Path) -> Iterator[tuple[str, dict[str, Blob], list[str]]]:
+    """Neighbours of the same key: its members by ending, in lower case, and endings met twice."""
     current: str | None = None
     members: dict[str, Blob] = {}
+    twice: list[str] = []
     for name, blob in _members(file):
         folder, slash, base = name.rpartition("/")
         stem, _, ending = base.partition(".")
         key = f"{folder}{slash}{stem}"
         if key != current and current is not None:
-            yield current, members
-            members = {}
-        current = key
-        members[ending.lower()] = blob
+            yield current, members, twice
+            members, twice = {}, []
+        current, ending = key, ending.lower()
+        if ending in members:
+            twice.append(ending)
+        members[ending] = blob
     if current is not None:
-        yield current, members
+        yield current, members, twice
 
 
 def _members(file: Path) -> Iterator[tuple[str, Blob]]:

@@ -78,10 +78,22 @@ class Record:
 def record(where: str, text: Any, image: Blob | None = None) -> Record:
     """A record of a value that ought to be text; its spaces at both ends do not count."""
     if isinstance(text, str):
-        return Record(where, text.strip(), image=image)
+        return Record(where, text.strip(), broken_text(text), image)
     if text is None:
         return Record(where, problem="there is no prompt", image=image)
     return Record(where, problem=f"the prompt is no text but {type(text).__name__}", image=image)
+
+
+def broken_text(text: str) -> str | None:
+    """What keeps a string from being text that an encoder takes; None: nothing.
+
+    JSON, and the arguments of a command, can hold one half of a pair of surrogates.
+    """
+    try:
+        text.encode()
+    except UnicodeEncodeError as error:
+        return f"the prompt is no Unicode text: character {error.start + 1} is half of one"
+    return None
 
 
 def expand(key: str, patterns: Sequence[str]) -> list[str]:

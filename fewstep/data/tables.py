@@ -5,7 +5,7 @@ from __future__ import annotations
 import csv
 import io
 import json
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -55,7 +55,7 @@ def read_jsonl(file: Path) -> Iterator[tuple[str, dict[str, Any] | str]]:
             continue
         try:
             value = json.loads(line)
-        except ValueError:
+        except (ValueError, RecursionError):  # the latter: brackets a thousand deep
             value = "the line is not JSON"
         else:
             if not isinstance(value, dict):
@@ -75,6 +75,7 @@ def read_csv(file: Path) -> Iterator[tuple[str, dict[str, Any] | str]]:
         header = next(reader, None)
         if not header:
             raise UserError(f"{file} is empty: its first line should name the columns")
+        check_columns(file, header)
         for row in reader:
             place = f"{file}:{reader.line_num}"
             if not row:
@@ -108,6 +109,13 @@ def column_records(
         raise no_column(file, column, names)
 
 
+def check_columns(file: Path, names: Sequence[str]) -> None:
+    """Raise UserError where two columns have one name: which of them counts?"""
+    twice = [name for name in dict.fromkeys(names) if name and names.count(name) > 1]
+    if twice:
+        raise UserError(f"{file} has more than one column {', '.join(map(repr, twice))}")
+
+
 def no_column(source: object, column: str, names: Iterable[str]) -> UserError:
     """There is no such column in a source; says which there are."""
     return UserError(
@@ -131,13 +139,21 @@ def read_parquet(file: Path, column: str) -> Iterator[Record]:
             names = opened.schema_arrow.names
             if column not in names:
                 raise no_column(file, column, names)
+            check_columns(file, names)
             number = 0
             for batch in opened.iter_batches(columns=[column]):
-                for value in batch.column(0).to_pylist():
+                for value in batch.column(0):
                     number += 1
-                    yield record(f"{file}, row {number}", value)
+                    yield _of_arrow(f"{file}, row {number}", value)
     except (arrow.ArrowException, OSError) as error:
         raise UserError(f"{file} is no Parquet file that can be read: {error}") from error
+
+
+def _of_arrow(where: str, value: Any) -> Record:
+    try:
+        return record(where, value.as_py())
+    except UnicodeDecodeError:
+        return Record(where, problem="the prompt is not UTF-8")
 
 
 def read_huggingface(name: str, column: str, split: str) -> Iterator[Record]:
@@ -169,8 +185,13 @@ def read_huggingface(name: str, column: str, split: str) -> Iterator[Record]:
         found = found[split]
     if column not in found.column_names:
         raise no_column(name, column, found.column_names)
-    for number, row in enumerate(found.select_columns([column])):
-        yield record(f"{name}, row {number + 1}", row[column])
+    number = 0
+    try:
+        for row in found.select_columns([column]):
+            number += 1
+            yield record(f"{name}, row {number}", row[column])
+    except UnicodeDecodeError as error:
+        raise UserError(f"{name}, after row {number}: a text is not UTF-8: {error}") from error
 
 
 def is_huggingface(path: Path) -> bool:

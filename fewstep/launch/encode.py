@@ -131,6 +131,11 @@ def summary(encoded: Encoded, recipe: Path, overrides: Sequence[str]) -> Iterato
         yield from (f"  {where}: {problem}" for where, problem in encoded.skipped[:SHOWN])
         if len(encoded.skipped) > SHOWN:
             yield f"  and {len(encoded.skipped) - SHOWN} more"
+    if encoded.trained_on:
+        yield (
+            f"Held out: {encoded.trained_on} of {encoded.items['validation']} items have a prompt "
+            f"that is trained on as well"
+        )
     if encoded.cut:
         yield (
             f"Cut: {encoded.cut} prompts are longer than their encoder looks at: than "

@@ -10,6 +10,9 @@ from typing import final
 
 from torch import Tensor, nn
 
+VAE = "vae"
+"""The name in `Encoding.files` of what encodes images; all others encode prompts."""
+
 
 @final
 @dataclass(frozen=True)

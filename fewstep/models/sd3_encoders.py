@@ -12,7 +12,7 @@ from torch import Tensor
 
 from fewstep.errors import UserError
 from fewstep.models.components import checksums, load_component
-from fewstep.models.encoders import Autoencoder, Decoder, PromptEncoder
+from fewstep.models.encoders import VAE, Autoencoder, Decoder, PromptEncoder
 from fewstep.models.files import read_config
 from fewstep.models.sd3_files import AUTOENCODER, DOWNSCALE
 from fewstep.models.text import count_longer
@@ -25,7 +25,7 @@ PIXELS_AT_ONCE = 2**20
 
 def encoder_files(pipeline: Path, prompts: bool) -> dict[str, Path]:
     """The folders of a pipeline that encode images and, if asked for, prompts, by name."""
-    names = ["vae", *(name for pair in (*CLIP, T5) for name in pair if prompts)]
+    names = [VAE, *(name for pair in (*CLIP, T5) for name in pair if prompts)]
     return {name: pipeline / name for name in names if (pipeline / name).is_dir()}
 
 

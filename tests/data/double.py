@@ -88,7 +88,8 @@ class DoubleModel(Model):
     ) -> None:
         self.path = RectifiedFlow(timestep_scale=1.0)
         self.sample_shape = sample_shape
-        self.salt, self.latent, self.weights = salt, latent, weights
+        self.salt, self.latent = salt, latent
+        self.files = {"weights": weights} if weights is not None else {}
         self.encoder = DoubleEncoder(salt)
         self.none: Condition = {}
 
@@ -121,8 +122,7 @@ class DoubleModel(Model):
         return DoubleAutoencoder() if self.latent else None
 
     def encoding(self) -> Encoding:
-        files = {"weights": self.weights} if self.weights is not None else {}
-        return Encoding({"salt": self.salt}, files)
+        return Encoding({"salt": self.salt}, self.files)
 
 
 if __name__ == "__main__":

@@ -20,7 +20,9 @@ import fewstep
 from fewstep.config import Recipe, dump_recipe
 from fewstep.data.encoded import EncodedItems
 from fewstep.errors import UserError
+from fewstep.launch import encode as encoding
 from fewstep.launch.processes import launch
+from fewstep.models.encoders import Encoding
 
 pytestmark = pytest.mark.usefixtures("no_sync")
 DOUBLE = Path(__file__).with_name("double.py")
@@ -142,6 +144,13 @@ def test_held_out_items_are_the_last_or_files_of_their_own(data_recipe, prompts,
     fewstep.encode(recipe, model=DoubleModel())
     assert len(recipe.data.load()) == 5
     assert list(recipe.data.load(split="validation").prompts) == ["held out"]
+    other.write_text("five\nheld out\na red circle\n\n")
+    encoded = fewstep.encode(
+        data_recipe("prompts", prompts, **changed), model=DoubleModel(), overwrite=True
+    )
+    assert (encoded.items["validation"], encoded.trained_on) == (3, 2)
+    said = list(encoding.summary(encoded, tmp_path / "recipe.yaml", ()))
+    assert "Held out: 2 of 3 items have a prompt that is trained on as well" in said
     recipe = data_recipe("prompts", prompts, encoded=str(tmp_path / "c"))
     fewstep.encode(recipe, model=DoubleModel())
     assert recipe.data.load("validation") is None
@@ -265,6 +274,17 @@ def test_what_cannot_be_used_is_skipped_and_listed(data_recipe, images) -> None:
         strict.data.load()
 
 
+def test_a_file_name_that_is_not_utf8_is_listed(data_recipe, images, tmp_path) -> None:
+    name = os.fsdecode(b"caf\xe9.png")
+    (images / "4.png").rename(images / name)  # without a caption now
+    recipe = data_recipe("images", images)
+    encoded = fewstep.encode(recipe, model=DoubleModel())
+    assert Path(encoded.skipped[0][0]).name == name
+    manifest = json.loads((recipe.data.directory / "manifest.json").read_text())
+    assert manifest["skipped"] == encoded.skipped
+    assert fewstep.encode(recipe, model=DoubleModel()).skipped == encoded.skipped
+
+
 def test_what_cannot_be_used_is_refused_on_request(data_recipe, prompts, tmp_path) -> None:
     prompts.write_text("one\ntwo\nthree\n\nfive\n")
     recipe = data_recipe("prompts", prompts, on_bad="error")
@@ -343,6 +363,30 @@ def test_what_was_only_touched_moved_or_removed_has_not_changed(
     recipe.data.check(moved.encoding())
 
 
+def test_encoders_that_are_new_or_gone_beside_others_have_changed(
+    data_recipe, prompts, tmp_path
+) -> None:
+    files = {name: tmp_path / name for name in ("one", "two", "vae")}
+    for name, file in files.items():
+        file.write_text(name)
+    recipe, model = data_recipe("prompts", prompts), DoubleModel()
+    model.files = files
+    fewstep.encode(recipe, model=model)
+
+    def look(*names: str) -> None:
+        recipe.data.check(Encoding({"salt": ""}, {name: files[name] for name in names}))
+
+    look("one", "two", "vae")
+    look("vae")  # a machine that only trains
+    look("one", "two")
+    with pytest.raises(UserError, match=r"encoders\.two: is gone, and others are not"):
+        look("one", "vae")
+    files["three"] = tmp_path / "three"
+    files["three"].write_text("three")
+    with pytest.raises(UserError, match=r"encoders\.three: is new"):
+        look("one", "two", "three", "vae")
+
+
 def test_an_encoding_that_was_stopped_is_not_mixed_with_another(
     data_recipe, prompts, tmp_path, monkeypatch
 ) -> None:
@@ -362,6 +406,19 @@ def test_an_encoding_that_was_stopped_is_not_mixed_with_another(
     with pytest.raises(UserError, match=r"computed.shard_items: was 2, is 3"):
         fewstep.encode(data_recipe("prompts", prompts, shard_items=3), model=model)
     assert fewstep.encode(recipe, model=model).made == 2
+
+
+@pytest.mark.parametrize("overwrite", [False, True])
+def test_an_encoding_that_was_killed_at_its_first_write_goes_on(
+    data_recipe, prompts, tmp_path, overwrite: bool
+) -> None:
+    (tmp_path / "encoded").mkdir()
+    for name in (".lock", ".unfinished.json.tmp"):
+        (tmp_path / "encoded" / name).write_text("half")
+    recipe = data_recipe("prompts", prompts)
+    encoded = fewstep.encode(recipe, model=DoubleModel(), overwrite=overwrite)
+    assert encoded.items == {"train": 5}
+    assert all(name[0] != "." for name in content(recipe))
 
 
 def test_a_directory_of_something_else_is_left_alone(data_recipe, prompts, tmp_path) -> None:

@@ -99,7 +99,8 @@ def test_shards_of_images(tmp_path: Path) -> None:
             "2.png": encoded(two),
         },
     )
-    assert [text for _, text in found(file)] == ["one", "there is no image", "there is no .txt"]
+    without = "there is no image: its members are .cls, .txt"
+    assert [text for _, text in found(file)] == ["one", without, "there is no .txt"]
     record = read_images([str(file)], "caption")[2]
     assert record.text == "two"
     assert torch.equal(decode(record.image.read(), 6, 6), decode(encoded(two), 6, 6))
@@ -213,6 +214,17 @@ def test_sixteen_bits_keep_their_range() -> None:
     values = np.linspace(0, 65535, 16).reshape(4, 4).astype(np.uint16)
     out = decode(encoded(Image.fromarray(values)))
     assert torch.allclose(out[0].flatten(), torch.linspace(-1, 1, 16), atol=0.005)
+    content = encoded(Image.fromarray(values), transparency=int(values[0, 1]))
+    out = decode_image(content, 4, 4, (10, 20, 30), "RGB")
+    assert torch.allclose(out[:, 0, 1], colour(10, 20, 30))
+    assert torch.allclose(out[0, 0, 2], torch.tensor(4 / 15 - 1), atol=0.005)
+
+
+@pytest.mark.parametrize("dtype", [np.int32, np.float32])
+def test_pixels_of_no_known_range_are_refused(dtype: type) -> None:
+    image = Image.fromarray(np.arange(64, dtype=dtype).reshape(8, 8))
+    with pytest.raises(ValueError, match="whose range is not known"):
+        decode(encoded(image, "TIFF"))
 
 
 def test_cmyk_and_grey_become_red_green_and_blue() -> None:

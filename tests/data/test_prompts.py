@@ -9,7 +9,9 @@ import json
 import tarfile
 from pathlib import Path
 
+import pyarrow
 import pytest
+from pyarrow import parquet
 
 from fewstep.data.prompts import read_prompts
 from fewstep.data.sources import braces, expand
@@ -188,6 +190,11 @@ def test_shards_that_are_wrong(tmp_path: Path) -> None:
         "x.tar, a: there is no .json",
         "x.tar, b: its .json has no 'k' ()",
     ]
+    file = write_tar(tmp_path / "x.tar", {"a.json": b'{"k": "\\ud83d"}', "b.json": b"[" * 10**5})
+    assert faults(file, "k") == [
+        "x.tar, a: the prompt is no Unicode text: character 1 is half of one",
+        "x.tar, b: its .json cannot be read",
+    ]
     for content in (b"nothing of the kind" * 100, b"\x1f\x8b" + bytes(600)):
         file.write_bytes(content)
         with pytest.raises(UserError, match=r"x.tar is no plain tar file: .* not be compressed"):
@@ -196,6 +203,17 @@ def test_shards_that_are_wrong(tmp_path: Path) -> None:
     file.write_bytes(whole[:1500])
     with pytest.raises(UserError, match=r"x.tar ends in the middle of a.txt"):
         texts(file)
+
+
+def test_two_samples_of_one_name_are_no_sample(tmp_path: Path) -> None:
+    file = tmp_path / "x.tar"
+    with tarfile.open(file, "w") as tar:
+        for name in ("a.txt", "a.json", "a.TXT", "b.txt"):
+            tar.addfile(tarfile.TarInfo(name))
+    assert faults(file) == [
+        "x.tar, a: it has .txt twice: are these two samples?",
+        "x.tar, b: the prompt is empty",
+    ]
 
 
 def test_a_shard_is_read_to_its_end_or_refused(tmp_path: Path) -> None:
@@ -212,7 +230,38 @@ def test_a_shard_is_read_to_its_end_or_refused(tmp_path: Path) -> None:
     assert texts(file) == ["text"] * 4
 
 
-@pytest.mark.parametrize("ending", ["txt", "jsonl"])
+def test_what_is_no_text_is_named(tmp_path: Path) -> None:
+    file = tmp_path / "p.jsonl"
+    nested = '{"text": ' + "[" * 10**5
+    file.write_text(
+        '{"text": "an emoji \\ud83d\\ude00"}\n{"text": "half \\ud83d of one"}\n' + nested
+    )
+    assert texts(file)[0] == "an emoji 😀"
+    assert faults(file) == [
+        "p.jsonl:2: the prompt is no Unicode text: character 6 is half of one",
+        "p.jsonl:3: the line is not JSON",
+    ]
+    values = pyarrow.array([b"a", b"\xff", b"c"], pyarrow.binary()).view(pyarrow.string())
+    parquet.write_table(pyarrow.table({"text": values}), tmp_path / "p.parquet")
+    assert texts(tmp_path / "p.parquet") == ["a", None, "c"]
+    assert faults(tmp_path / "p.parquet") == ["p.parquet, row 2: the prompt is not UTF-8"]
+
+
+def test_a_column_that_is_there_twice_is_refused(tmp_path: Path) -> None:
+    file = tmp_path / "p.csv"
+    file.write_text("text,text\na,b\n")
+    with pytest.raises(UserError, match=r"p.csv has more than one column 'text'"):
+        texts(file)
+    file.write_text("text,,\na,b,c\n")
+    assert texts(file) == ["a"]
+    column = pyarrow.array(["a"])
+    table = pyarrow.Table.from_arrays([column, column], ["text", "text"])
+    parquet.write_table(table, tmp_path / "p.parquet")
+    with pytest.raises(UserError, match=r"p.parquet has more than one column 'text'"):
+        texts(tmp_path / "p.parquet")
+
+
+@pytest.mark.parametrize("ending", ["txt", "TXT", "jsonl"])
 def test_a_file_that_is_empty_or_in_another_encoding(tmp_path: Path, ending: str) -> None:
     file = tmp_path / f"p.{ending}"
     file.write_text("")
