@@ -12,7 +12,7 @@ from fewstep.export_description import DESCRIPTION, HERE, ExportDescription
 from fewstep.export_kohya import check_kohya, export_kohya
 from fewstep.export_lora import LORA_FILE, export_lora
 from fewstep.export_readme import ExportFormat, dit_readme, sd3_readme
-from fewstep.files import saving
+from fewstep.files import permit_as_usual, saving
 from fewstep.methods.method import SamplerSpec, trained_transition
 from fewstep.models.hub import directory_of
 from fewstep.models.sd3 import SD3, SD3Settings
@@ -171,11 +171,13 @@ def write_export(
     if form != "lora":
         network = storage.plain_network(role).to(device="cpu")
         write_pipeline(model, network, spec, directory)
+        permit_as_usual((directory / "transformer").glob("*.safetensors"))
     if isinstance(storage, SharedBase):
         folder = directory if form == "lora" else directory / "lora"
         export_lora(storage, role, folder)
         if isinstance(model, SD3):
             export_kohya(folder, model.config.num_layers)
+        permit_as_usual(folder.glob("*.safetensors"))
     description = ExportDescription(
         model=settings,
         sigmas=spec.sigmas,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from string import Template
 from typing import Literal
 
@@ -9,8 +10,9 @@ from fewstep.config import dump_recipe
 from fewstep.methods.method import SamplerSpec
 from fewstep.models.hub import directory_of, split_hub_name
 from fewstep.models.sd3 import SD3
-from fewstep.models.sd3_files import DOWNSCALE
+from fewstep.models.sd3_files import DOWNSCALE, transformer_directory
 from fewstep.pipeline import TEMPLATES
+from fewstep.pretrained import is_run_directory
 from fewstep.roles.storage import SharedBase
 from fewstep.run import Run
 
@@ -49,9 +51,9 @@ _ENCODED = """samples = pipeline(
 `prompt_embeds` [N, L, $joint] and `pooled` [N, $pooled] are prompts as the network was trained
 on them, by $encoder.
 """
-_ADAPTER_ALONE = """```python
+_ADAPTER_ALONE = """$whence```python
 from diffusers import FlowMatchEulerDiscreteScheduler, StableDiffusion3Pipeline
-
+$network
 pipeline = StableDiffusion3Pipeline.from_pretrained($base$without)
 pipeline.load_lora_weights(".")  # this directory
 pipeline.scheduler = FlowMatchEulerDiscreteScheduler(stochastic_sampling=$stochastic)
@@ -64,13 +66,23 @@ _KOHYA = """
 `kohya_lora_weights.safetensors` is the same adapter as Kohya's sd-scripts write one, under the
 names of the original network. ComfyUI knows those names and diffusers'.
 """
+_BASE_NETWORK = """from diffusers import SD3Transformer2DModel
+
+network = SD3Transformer2DModel.from_pretrained($name)"""
+_BASE_OF_RUN = """The adapter belongs on the network of the run `$run`, and on no other.
+`fewstep export $run --format network --out base` writes it for diffusers.
+
+"""
+_NEW_BASE = """The adapter belongs on the network that its run began with, which only the run holds:
+`--format network` writes that with the adapter merged into it.
+"""
 _STOCHASTIC = """
 Each step but the first begins with fresh noise (`stochastic_sampling` of the scheduler). diffusers'
 own class takes it from torch's global generator, whatever `generator` it is given.
 """
 _ADAPTER_TOO = """
-`transformer/` has the adapter merged; `lora/` holds it alone, for `load_lora_weights` on the
-teacher's pipeline: that reads `pytorch_lora_weights.safetensors`.
+`transformer/` has the adapter merged; `lora/` holds it alone, for `load_lora_weights` on $teacher:
+that reads `pytorch_lora_weights.safetensors`.
 """
 
 
@@ -103,17 +115,20 @@ def _usage(run: Run, spec: SamplerSpec, form: ExportFormat) -> str:
     assert isinstance(model, SD3)
     settings, stochastic = model.settings, spec.solver == "renoise"
     whole = settings.pipeline is not None and settings.text_encoder is None
-    if whole and form != "network":
+    base = base_of(run)
+    if form == "lora" and base == "new":
+        text = _NEW_BASE
+    elif whole and form != "network":
         text = _ADAPTER_ALONE if form == "lora" else _PIPELINE + _PROMPTED
     elif form == "lora":
-        text = "`pytorch_lora_weights.safetensors` is for `network.load_lora_adapter`.\n"
+        text = "$whence`pytorch_lora_weights.safetensors` is for `network.load_lora_adapter`.\n"
     else:
         text = _PIPELINE + _ENCODED
     text += _STOCHASTIC if stochastic else ""
     if isinstance(run.roles.storage, SharedBase):
         text += _KOHYA if form == "lora" else _ADAPTER_TOO + _KOHYA
     return Template(text).substitute(
-        base=_quoted(settings.pipeline),
+        **_loading(base, run),
         without=_without(model),
         arguments=_arguments(model, spec),
         stochastic=stochastic,
@@ -122,6 +137,50 @@ def _usage(run: Run, spec: SamplerSpec, form: ExportFormat) -> str:
         pooled=model.config.pooled_projection_dim,
         encoder=f"`{settings.text_encoder or settings.pipeline or 'an encoder of their own'}`",
     )
+
+
+Base = Literal["pipeline", "network", "run", "new"]
+"""Where the network that an adapter belongs on is: in the teacher's pipeline, by itself, ..."""
+
+
+def base_of(run: Run) -> Base:
+    """Where the network is that a run began with."""
+    model = run.roles.model
+    assert isinstance(model, SD3)
+    weights, pipeline = run.recipe.model.weights, model.settings.pipeline
+    if weights is None:
+        return "new"
+    if is_run_directory(Path(weights)):
+        return "run"
+    if pipeline is None:
+        return "network"
+    places = {transformer_directory(Path(name)).resolve() for name in (weights, pipeline)}
+    return "pipeline" if len(places) == 1 else "network"
+
+
+def _loading(base: Base, run: Run) -> dict[str, str]:
+    """The parts of the texts above that say where an adapter's base comes from."""
+    model, weights = run.roles.model, run.recipe.model.weights
+    assert isinstance(model, SD3)
+    pipeline = _quoted(model.settings.pipeline)
+    parts = {"base": pipeline, "network": "", "whence": "", "teacher": "the teacher's pipeline"}
+    if base == "pipeline":
+        return parts
+    name = _quoted(weights) + _subfolder(weights or "")
+    if base == "run":
+        parts["whence"], name = Template(_BASE_OF_RUN).substitute(run=weights), '"base/transformer"'
+    parts["network"] = Template(_BASE_NETWORK).substitute(name=name)
+    parts["base"] = f"{pipeline}, transformer=network"
+    place = f"`{weights}`" if weights is not None else "which nothing but the run holds"
+    parts["teacher"] = f"the network that its run\nbegan with, {place}"
+    return parts
+
+
+def _subfolder(name: str) -> str:
+    """Where the network is, in the arguments of `from_pretrained`."""
+    local = split_hub_name(name) is None
+    directory = Path(name) if local else directory_of(name, "model.weights")
+    return ', subfolder="transformer"' if transformer_directory(directory) != directory else ""
 
 
 def _quoted(name: str | None) -> str:

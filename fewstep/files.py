@@ -6,11 +6,15 @@ import contextlib
 import errno
 import hashlib
 import os
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from typing import TypedDict
 
 from fewstep.errors import UserError
+
+# It can be read only by setting it, which is no good once there are threads.
+_UMASK = os.umask(0o077)
+os.umask(_UMASK)
 
 
 class FileEntry(TypedDict):
@@ -53,6 +57,12 @@ def digest(file: Path) -> str:
     """SHA-256 of a file's content, hexadecimal."""
     with open(file, "rb") as stream:
         return hashlib.file_digest(stream, "sha256").hexdigest()
+
+
+def permit_as_usual(files: Iterable[Path]) -> None:
+    """Let others read files as they may read any new file: safetensors makes its own private."""
+    for file in files:
+        file.chmod(0o666 & ~_UMASK)
 
 
 def failure_to_write(error: Exception) -> str | None:

@@ -11,7 +11,7 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from fewstep.errors import UserError
-from fewstep.files import check_place, saving
+from fewstep.files import check_place, permit_as_usual, saving
 
 
 def check_out(out: Path) -> None:
@@ -44,6 +44,7 @@ def write_samples(samples: Tensor, out: Path) -> str:
         out.parent.mkdir(parents=True, exist_ok=True)
         if out.suffix == ".safetensors":
             save_file({"samples": samples.contiguous()}, out)
+            permit_as_usual([out])
             return f"{len(samples)} samples in {out}"
         if out.suffix == ".png":
             to_picture(tile(samples)).save(out)

@@ -262,7 +262,64 @@ def shifted(shift: float, **options: Any) -> Any:
     return FlowMatchEulerDiscreteScheduler(shift=3.0, **options)
 
 
+def test_others_may_read_an_export_as_any_file(exports: dict[str, Path], tmp_path: Path) -> None:
+    (tmp_path / "any").touch()
+    usual = (tmp_path / "any").stat().st_mode
+    files = [file for file in exports["adapter"].rglob("*") if file.is_file()]
+    ours = [file for file in files if file.parent.name in ("adapter", "transformer", "lora")]
+    assert {file.suffix for file in ours} == {".safetensors", ".json", ".py", ".md"}
+    assert {file.stat().st_mode for file in ours} == {usual}
+
+
 # The adapter.
+
+
+def by_readme(directory: Path) -> tuple[Any, Tensor]:
+    """The pipeline and the images that the README of an adapter makes, from noise of seed 3."""
+    text = (directory / "README.md").read_text()
+    code = re.findall(r"```python\n(.*?)```", text, re.DOTALL)[0]
+    names: dict[str, Any] = {"torch": torch}
+    code = code.replace('load_lora_weights(".")', f"load_lora_weights({str(directory)!r})")
+    code = code.replace("guidance_scale=1.0", 'guidance_scale=1.0, output_type="pt"')
+    code = code.replace("image = pipeline(", "torch.manual_seed(3)\nimage = pipeline(")
+    exec(compile(code.replace(".images[0]", ".images"), "README", "exec"), names)
+    return names["pipeline"], names["image"]
+
+
+def assert_merged(run: fewstep.Run, images: Tensor, directory: Path) -> None:
+    """See that images are those of the pipeline that has the adapter merged."""
+    merged = load(export_run(run, directory, verify=False))
+    torch.manual_seed(3)
+    expected = merged("a red cat on a roof", output_type="pt").images
+    torch.testing.assert_close(images, expected, rtol=0, atol=1e-4)
+
+
+@pytest.mark.parametrize("base", ["run", "network", "network in a pipeline"])
+def test_an_adapter_is_put_on_the_network_that_it_was_trained_on(
+    runs: dict[str, fewstep.Run],
+    teacher: Path,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    base: str,
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    whole, weights = runs["whole"], tmp_path / "other"
+    if base == "run":
+        weights = whole.directory
+    else:  # the same, as another program would have written it
+        export_run(whole, weights, form="network", verify=False)
+        weights = weights / "transformer" if base == "network" else weights
+    model = {"weights": str(weights), "pipeline": str(teacher)}
+    wanted = recipe(tmp_path / "run", model, storage="shared_base")
+    run = fewstep.train(wanted, data=texts(resolve_recipe(wanted).model.build()))
+    text = (export_run(run, tmp_path / "lora", form="lora") / "README.md").read_text()
+    if base == "run":
+        command = f"fewstep export {weights} --format network --out base"
+        assert f"`{command}`" in text
+        export_run(open_run(weights, None), "base", form="network", verify=False)
+    assert_merged(run, by_readme(tmp_path / "lora")[1], tmp_path / "merged")
+    text = (tmp_path / "merged" / "README.md").read_text()
+    assert f"`load_lora_weights` on the network that its run\nbegan with, `{weights}`" in text
 
 
 def test_the_adapter_loads_into_the_stock_pipeline_with_every_key(
@@ -273,23 +330,14 @@ def test_the_adapter_loads_into_the_stock_pipeline_with_every_key(
     assert sorted(p.name for p in directory.iterdir()) == [
         "README.md", "fewstep.json", "kohya_lora_weights.safetensors", LORA_FILE,
     ]  # fmt: skip
-    code = re.findall(r"```python\n(.*?)```", (directory / "README.md").read_text(), re.DOTALL)[0]
-    names: dict[str, Any] = {"torch": torch}
-    code = code.replace('load_lora_weights(".")', f"load_lora_weights({str(directory)!r})")
-    code = code.replace("guidance_scale=1.0", 'guidance_scale=1.0, output_type="pt"')
-    code = code.replace("image = pipeline(", "torch.manual_seed(3)\nimage = pipeline(")
-    exec(compile(code.replace(".images[0]", ".images"), "README", "exec"), names)
-    pipeline = names["pipeline"]
+    pipeline, images = by_readme(directory)
     written = load_file(directory / LORA_FILE)
     taken = get_peft_model_state_dict(pipeline.transformer, adapter_name="default_0")
     assert {f"transformer.{key}" for key in taken} == written.keys()
     told = capfd.readouterr().err.lower()
     assert "missing" not in told
     assert "unexpected" not in told
-    merged = load(export_run(run, tmp_path / "merged", verify=False))
-    torch.manual_seed(3)
-    expected = merged("a red cat on a roof", output_type="pt").images
-    torch.testing.assert_close(names["image"], expected, rtol=0, atol=1e-4)
+    assert_merged(run, images, tmp_path / "merged")
     before = tiny_pipeline().transformer.state_dict()
     for key, value in pipeline.transformer.state_dict().items():
         if "lora_" not in key:
@@ -305,7 +353,7 @@ def test_a_readme_names_a_repository_and_its_revision_as_diffusers_wants_them(
         ("owner/sd-3.5@abc1", '"owner/sd-3.5", revision="abc1")'),
         ("owner/sd-3.5", '"owner/sd-3.5")'),
     ):
-        model = run.recipe.model.model_copy(update={"pipeline": name})
+        model = run.recipe.model.model_copy(update={"weights": name, "pipeline": name})
         adapter = model.build()
         adapter.take_unconditional(run.items.unconditional)
         moved = replace(run, recipe=run.recipe.model_copy(update={"model": model}))

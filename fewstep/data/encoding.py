@@ -19,7 +19,7 @@ from fewstep.data.images import Color, decode_image
 from fewstep.data.manifest import ShardEntry
 from fewstep.data.sources import Record
 from fewstep.errors import UserError
-from fewstep.files import describe_file, saving, sync_directory, sync_file
+from fewstep.files import describe_file, permit_as_usual, saving, sync_directory, sync_file
 from fewstep.models.encoders import Autoencoder, PromptEncoder
 
 THREADS = 8
@@ -209,6 +209,7 @@ def write_tensors(
     text = {METADATA: json.dumps(metadata, ensure_ascii=False)} if metadata is not None else None
     with saving(directory / name, lambda: temporary.unlink(missing_ok=True)):
         save_file(plain, temporary, text)
+        permit_as_usual([temporary])
         sync_file(temporary)
         temporary.replace(directory / name)
         sync_directory(directory)

@@ -14,6 +14,7 @@ from torch import Tensor, nn
 from fewstep.diffusion.paths import Path, RectifiedFlow
 from fewstep.diffusion.prediction import PredictionKind
 from fewstep.errors import UserError
+from fewstep.files import permit_as_usual
 from fewstep.models.files import check_safetensors
 from fewstep.models.model import Condition, Model
 from fewstep.settings import Settings
@@ -86,6 +87,7 @@ class ModuleModel(Model):
         directory.mkdir(parents=True, exist_ok=True)
         state = {key: value.contiguous() for key, value in network.state_dict().items()}
         save_file(state, directory / "model.safetensors")
+        permit_as_usual([directory / "model.safetensors"])
 
     def forward(self, network: nn.Module, x: Tensor, sigma: Tensor, condition: Condition) -> Tensor:
         """See `Model.forward`."""

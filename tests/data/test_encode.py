@@ -130,6 +130,8 @@ def test_the_manifest_says_what_is_there(data_recipe, images) -> None:
     assert manifest["plan"]["autoencoder"] == {"class": "DoubleAutoencoder"}
     assert manifest["plan"]["computed"]["picture"] == [8, 8, "RGB"]
     assert {*manifest["files"], "manifest.json"} == set(content(recipe))
+    files = list(recipe.data.directory.iterdir())
+    assert len({file.stat().st_mode for file in files}) == 1  # others may read all, or none
 
 
 def test_held_out_items_are_the_last_or_files_of_their_own(data_recipe, prompts, tmp_path) -> None:
