@@ -89,13 +89,25 @@ def _with_prompts(sources: Sequence[Source]) -> tuple[list[Source], Source]:
         UserError: where they were trained on different data.
     """
     known = [source for source in sources if source.data.name != "none"] or list(sources)
-    names = {source.data.name for source in known}
-    if len(names) != 1:
-        raise UserError(f"the sources were trained on different data: {', '.join(sorted(names))}")
+    for other in known[1:]:
+        check_same_data(known[0], other)
     items = known[0].items
     if items is None or len(known) == len(sources):
         return list(sources), known[0]
     return [s if s.items is not None else replace(s, items=items) for s in sources], known[0]
+
+
+def check_same_data(one: Source, other: Source) -> None:
+    """Raise UserError where two sources are not judged by the same images and prompts."""
+    # Only the encodings' rounding depends on dtype.
+    left, right = ({**s.data.facts(), "dtype": None} for s in (one, other))
+    different = [key for key in left | right if left.get(key) != right.get(key)]
+    if different:
+        key = different[0]
+        raise UserError(
+            f"the sources were trained on different data: data.{key} is {left.get(key)!r} of "
+            f"{one.path} and {right.get(key)!r} of {other.path}; evaluate them one by one"
+        )
 
 
 def count_steps(steps: int) -> str:

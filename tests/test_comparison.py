@@ -13,22 +13,28 @@ import torch
 from fewstep.comparison import evaluate_sources, write_comparison
 from fewstep.data.conditions import conditions_in_turn
 from fewstep.data.dataset import Dataset
+from fewstep.data.settings import BuiltInData, ImageData, PromptData
 from fewstep.errors import UserError
 from fewstep.methods.method import SamplerSpec
 from fewstep.sampling import Samples
 from fewstep.source import Source
 
 
-def source(path: Path, value: float = 0.0) -> Source:
+def source(path: Path, value: float = 0.0, data: Any = None) -> Source:
     """Gives images of one value."""
     path.mkdir(parents=True)
     line = {"series": "student", "cycle": 1, "step": 1, "loss": 0.5}
     (path / "metrics.jsonl").write_text(f"{json.dumps(line)}\n" * 3)
+    data = data or SimpleNamespace(
+        name="digits",
+        load=lambda: Dataset(torch.rand(64, 1, 8, 8)),
+        facts=lambda: {"name": "digits"},
+    )
     made: Any = SimpleNamespace(
         name=path.name,
         path=path,
         few_step=True,
-        data=SimpleNamespace(name="digits", load=lambda: Dataset(torch.rand(64, 1, 8, 8))),
+        data=data,
         items=None,
         roles=SimpleNamespace(model=SimpleNamespace(classes=10), device=torch.device("cpu")),
         conditions=lambda count: conditions_in_turn(10, None, count),
@@ -44,6 +50,35 @@ def source(path: Path, value: float = 0.0) -> Source:
 def test_samples_that_are_not_finite_are_named(tmp_path: Path, value: float) -> None:
     with pytest.raises(UserError, match="the samples of broken are not finite"):
         evaluate_sources([source(tmp_path / "broken", value)], samples=20, features="raw")
+
+
+IMAGES = {"files": ["a", "b"], "encoded": "one", "validation_items": 4}
+
+
+@pytest.mark.parametrize(
+    ("change", "told"),
+    [
+        ({"files": ["a", "c"]}, r"data.files is \['a', 'b'\] of .*one and \['a', 'c'\] of .*two"),
+        ({"validation_items": 5}, r"data.validation_items is 4 of .*one and 5 of .*two"),
+        ({"background": (0, 0, 0)}, r"data.background is \[255, 255, 255\] of .*one"),
+        ({"name": "prompts"}, r"data.name is 'images' of .*one and 'prompts' of .*two"),
+        ({"encoded": "two", "dtype": "float32", "batch_size": 1}, None),
+    ],
+)
+def test_sources_of_other_images_or_prompts_are_not_compared(
+    tmp_path: Path, change: dict[str, Any], told: str | None
+) -> None:
+    one = source(tmp_path / "one", data=ImageData(**IMAGES))
+    kind = PromptData if change.get("name") == "prompts" else ImageData
+    two = source(tmp_path / "two", data=kind(**{**IMAGES, **change}))
+    real = Dataset(torch.rand(64, 1, 8, 8))
+    if told is None:
+        document, _ = evaluate_sources([one, two], samples=20, features="raw", dataset=real)
+        assert len(document["results"]) == 2
+        return
+    for sources in ([one, two], [source(tmp_path / "x", data=BuiltInData()), one, two]):
+        with pytest.raises(UserError, match=f"were trained on different data: {told}"):
+            evaluate_sources(sources, samples=20, features="raw", dataset=real)
 
 
 @pytest.mark.parametrize("names", [("a b", "a_b"), ("数字", "手写")])

@@ -36,6 +36,10 @@ class BuiltInData(Settings):
         """The data set, or None for "none" and "custom", and for what is held out."""
         return load_dataset(self.name) if split == "train" else None
 
+    def facts(self) -> dict[str, Any]:
+        """What decides the data, of these settings."""
+        return {"name": self.name}
+
     def check(self, encoding: Encoding) -> None:
         """Nothing can have changed: nothing was encoded."""
 
