@@ -312,12 +312,17 @@ def export(
     The directory holds the network, a scheduler, a pipeline with the trained sigmas, and a README
     that says how to sample it. LoRA students are merged; the adapter is there as well.
     """
-    from fewstep.export import export_run
+    from fewstep.config import load_recipe
+    from fewstep.export import check_request, export_run
+    from fewstep.pretrained import RECIPE, check_run_directory
     from fewstep.roles.role import STUDENT, STUDENT_EMA
     from fewstep.run import open_run
 
+    check_run_directory(run)
+    recipe, out = load_recipe(run / RECIPE), out or run / "export"
+    check_request(recipe, recipe.model.build(), out.resolve(), role, form)
     opened = open_run(run, which, roles=(STUDENT, STUDENT_EMA))
-    directory = export_run(opened, out or run / "export", role, form, verify)
+    directory = export_run(opened, out, role, form, verify)
     checked = "plain diffusers gives the same images" if verify else "not compared with diffusers"
     console.print(
         f"Exported {role or opened.result_role} of cycle {opened.cycle} to {directory}; {checked}.",

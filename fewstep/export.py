@@ -6,15 +6,17 @@ import os
 import shutil
 from pathlib import Path
 
+from fewstep.config import Recipe
 from fewstep.errors import UserError
 from fewstep.export_check import by_diffusers, check_samples, has_lora, with_lora
 from fewstep.export_description import DESCRIPTION, HERE, ExportDescription
 from fewstep.export_kohya import check_kohya, export_kohya
 from fewstep.export_lora import LORA_FILE, export_lora
 from fewstep.export_readme import ExportFormat, dit_readme, sd3_readme
-from fewstep.files import permit_as_usual, saving
+from fewstep.files import check_place, permit_as_usual, saving
 from fewstep.methods.method import SamplerSpec, trained_transition
 from fewstep.models.hub import directory_of
+from fewstep.models.model import Model, empty_network
 from fewstep.models.sd3 import SD3, SD3Settings
 from fewstep.pipeline import check_model, write_pipeline
 from fewstep.pipeline_sd3 import KEPT, copy_components
@@ -50,13 +52,9 @@ def export_run(
     """
     # Absolute: "." has no name, and after it is replaced it is no longer where it was.
     directory, role = Path(directory).resolve(), role or run.result_role
-    check_role(run, role)
-    model, spec = run.roles.model, run.method.sampler()
-    check_model(model, spec, "export")
-    if form == "lora":
-        check_adapter(run)
-    check_export_directory(directory)
-    check_export_directory(_set_aside(directory))
+    check_request(run.recipe, run.roles.model, directory, role, form)
+    check_updates(run, role)
+    spec = run.method.sampler()
     temporary = directory.parent / f".{directory.name}.tmp"
     with saving(directory, lambda: shutil.rmtree(temporary, ignore_errors=True)):
         shutil.rmtree(temporary, ignore_errors=True)
@@ -112,11 +110,31 @@ def _set_aside(directory: Path) -> Path:
     return directory.parent / f".{directory.name}.old"
 
 
-def check_role(run: Run, role: str) -> None:
-    """Raise UserError unless the role can be exported from this run."""
-    choices = [name for name in (STUDENT, STUDENT_EMA) if name in run.roles]
-    if role not in choices:
+def check_request(
+    recipe: Recipe, model: Model, directory: Path, role: str | None, form: ExportFormat
+) -> None:
+    """Raise UserError for what is known to be impossible before any weights are read.
+
+    Args:
+        recipe: of the run.
+        model: the adapter.
+        directory: to write.
+        role: whose weights; None: the run's result.
+        form: see `export_run`.
+    """
+    choices = [name for name in (STUDENT, STUDENT_EMA) if name in recipe.roles]
+    if role is not None and role not in choices:
         raise UserError(f"--role {role}: this run has {' and '.join(choices)}")
+    check_model(model, recipe.method.build().sampler(), "export")
+    if form == "lora":
+        check_adapter(recipe, model)
+    check_place(directory.parent, "--out")
+    for place in (directory, _set_aside(directory)):
+        check_export_directory(place)
+
+
+def check_updates(run: Run, role: str) -> None:
+    """Raise UserError where a role is what it was when the run began."""
     if run.roles[STUDENT].successful == 0:
         raise UserError(f"--role {role}: the student has had no update up to cycle {run.cycle}")
     if role == STUDENT_EMA and run.roles.ema_updates == 0:
@@ -139,18 +157,18 @@ def check_export_directory(directory: Path) -> None:
         raise UserError(f"{directory} exists and is no export: choose another with --out")
 
 
-def check_adapter(run: Run) -> None:
+def check_adapter(recipe: Recipe, model: Model) -> None:
     """Raise UserError unless the student is an adapter that diffusers has a form for."""
-    storage = run.roles.storage
-    if not isinstance(storage, SharedBase):
+    if recipe.storage != "shared_base":
         raise UserError(
-            f"--format lora: the student has a network of its own (storage: {storage.kind}); only "
-            f"one with storage: shared_base is an adapter"
+            f"--format lora: the student has a network of its own (storage: {recipe.storage}); "
+            f"only one with storage: shared_base is an adapter"
         )
-    if not has_lora(storage.networks["base"]):
+    network = empty_network(model.build_network)
+    if not has_lora(network):
         raise UserError(
-            f"--format lora: diffusers' {type(storage.networks['base']).__name__} takes no "
-            f"adapters; use --format pipeline, where it is merged into the network"
+            f"--format lora: diffusers' {type(network).__name__} takes no adapters; use --format "
+            f"pipeline, where it is merged into the network"
         )
 
 

@@ -2,7 +2,9 @@
 
 import json
 import os
+import re
 import shlex
+import shutil
 import signal
 import subprocess
 import sys
@@ -407,6 +409,37 @@ def test_export_says_that_it_was_checked(
     code, _, err = fewstep("export", project / "teacher", "--which", "best")
     assert code == 2
     assert "no best checkpoint" in err
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        (["--format", "lora"], "--format lora: the student has a network of its own"),
+        (["--role", "student_ema"], "--role student_ema: this run has student"),
+        (["--out", "file/below/export"], "--out: file/below cannot be made: "),
+        (["--out", "folder"], "folder exists and is no export"),
+    ],
+)
+def test_an_export_that_cannot_be_is_refused_before_weights_are_read(
+    fewstep: RunCommand,
+    project: Path,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    arguments: list[str],
+    words: str,
+) -> None:
+    run = shutil.copytree(project / "teacher", tmp_path / "run")
+    recipe = (run / "recipe.yaml").read_text()
+    (run / "recipe.yaml").write_text(re.sub(r"\nema:\n(  .*\n)+", "\nema: null\n", recipe))
+    for file in (run / "checkpoints").rglob("*.safetensors"):
+        file.write_bytes(b"no weights")
+    monkeypatch.chdir(tmp_path)
+    Path("file").touch()
+    Path("folder").mkdir()
+    Path("folder", "precious.txt").touch()
+    code, _, err = fewstep("export", run, *arguments)
+    assert code == 2
+    assert words.replace("file/below", f"{tmp_path}/file/below") in err
 
 
 def test_inspect_shows_recipe_roles_cycle_and_updates(fewstep: RunCommand, project: Path) -> None:
