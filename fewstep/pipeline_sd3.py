@@ -9,7 +9,7 @@ from pathlib import Path
 
 from fewstep.methods.method import SamplerSpec
 from fewstep.models.files import read_config
-from fewstep.models.hub import COMPONENTS, directory_of
+from fewstep.models.hub import COMPONENTS, HALF_PRECISION, directory_of
 from fewstep.models.sd3 import SD3
 from fewstep.models.sd3_network import NETWORK_CLASS
 
@@ -57,8 +57,8 @@ def sd3_index(model: SD3, spec: SamplerSpec, scheduler: str, directory: Path) ->
 def copy_components(source: Path, directory: Path, names: Iterable[str] = KEPT) -> None:
     """Take over a pipeline's text encoders, tokenizers and autoencoder.
 
-    Weights are hard links where source and directory are on one disk: they take no room twice,
-    and nobody writes into them.
+    Weights in half precision besides are left out. The others are hard links where source and
+    directory are on one disk: they take no room twice, and nobody writes into them.
 
     Args:
         source: the teacher's pipeline; on the hub's cache its files are symbolic links.
@@ -67,7 +67,12 @@ def copy_components(source: Path, directory: Path, names: Iterable[str] = KEPT) 
     """
     for name in names:
         if (source / name).is_dir():
-            shutil.copytree(source / name, directory / name, copy_function=link_weights)
+            shutil.copytree(
+                source / name,
+                directory / name,
+                copy_function=link_weights,
+                ignore=shutil.ignore_patterns(*HALF_PRECISION),
+            )
 
 
 def link_weights(source: str, target: str) -> str:

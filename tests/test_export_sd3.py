@@ -8,6 +8,7 @@ import re
 import shutil
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
+from fnmatch import fnmatch
 from pathlib import Path
 from typing import Any
 
@@ -29,6 +30,7 @@ from fewstep.export import export_run
 from fewstep.export_check import by_diffusers, compared, conditions_to_check, sampled
 from fewstep.export_kohya import kohya_tensors
 from fewstep.methods.method import SamplerSpec
+from fewstep.models.hub import NOT_NEEDED
 from fewstep.models.model import Model
 from fewstep.pipeline_engine import PipelineEngine
 from fewstep.pretrained import load_weights, resolve_recipe
@@ -260,6 +262,23 @@ def shifted(shift: float, **options: Any) -> Any:
     from diffusers import FlowMatchEulerDiscreteScheduler
 
     return FlowMatchEulerDiscreteScheduler(shift=3.0, **options)
+
+
+def test_weights_in_half_precision_besides_are_neither_fetched_nor_taken_over(
+    runs: dict[str, fewstep.Run], teacher: Path, tmp_path: Path
+) -> None:
+    names = [
+        "model.fp16.safetensors",
+        "model.fp16-00001-of-00002.safetensors",
+        "model.safetensors.index.fp16.json",
+    ]
+    for name in names:
+        (teacher / "text_encoder" / name).touch()
+    directory = export_run(runs["whole"], tmp_path / "export", verify=False) / "text_encoder"
+    for name in names:
+        (teacher / "text_encoder" / name).unlink()
+        assert any(fnmatch(f"text_encoder/{name}", pattern) for pattern in NOT_NEEDED)
+    assert {file.name for file in directory.iterdir()} == {"config.json", "model.safetensors"}
 
 
 def test_others_may_read_an_export_as_any_file(exports: dict[str, Path], tmp_path: Path) -> None:

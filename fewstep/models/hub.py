@@ -20,7 +20,8 @@ COMPONENTS = (
     "tokenizer_3",
     "scheduler",
 )
-NOT_NEEDED = ("*.bin", "*.msgpack", "*.fp16.*", "*.onnx*")
+HALF_PRECISION = ("*.fp16.*", "*.fp16-*")
+NOT_NEEDED = ("*.bin", "*.msgpack", "*.onnx*", *HALF_PRECISION)
 
 
 def split_hub_name(name: str) -> tuple[str, str | None] | None:
