@@ -155,7 +155,9 @@ def sample(
     source: Annotated[Path, typer.Argument(help="A run directory or an export.")],
     out: Annotated[
         Path,
-        typer.Option(help="name.png: a grid; name.safetensors: the tensor; else a folder of PNGs."),
+        typer.Option(
+            help="name.png: a grid; name.safetensors: the tensor; else a new folder of PNGs."
+        ),
     ] = Path("samples.png"),
     steps: Annotated[
         int | None,

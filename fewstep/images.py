@@ -20,6 +20,8 @@ def check_out(out: Path) -> None:
         raise UserError(f"--out {out}: end it in .png, .safetensors, or name a directory")
     if out.suffix and out.is_dir():
         raise UserError(f"--out {out}: is a directory; name a file in it, as in {out / 'x.png'}")
+    if not out.suffix and out.is_dir() and any(out.iterdir()):
+        raise UserError(f"--out {out}: is not empty; name a new folder, or a picture (.png)")
     check_place(out.parent if out.suffix else out, "--out")
 
 
@@ -29,7 +31,8 @@ def write_samples(samples: Tensor, out: Path) -> str:
     Args:
         samples: [N, C, H, W] in [-1, 1] with 1 or 3 channels for pictures; any shape for tensors.
         out: `name.png` (one picture, a grid), `name.safetensors` (the tensor `samples`), or a
-            directory (a picture each).
+            new or empty directory (a picture
+            each).
 
     Raises:
         UserError: for another ending, samples that are no images or not finite, or a place that

@@ -47,6 +47,18 @@ def test_a_place_that_cannot_be_written_is_an_error_that_says_so(tmp_path: Path)
         write_samples(torch.zeros(1, 1, 8, 8), tmp_path / "file" / "grid.png")
 
 
+def test_a_folder_that_holds_something_is_left_alone(tmp_path: Path) -> None:
+    samples = torch.zeros(2, 1, 8, 8)
+    assert "2 images" in write_samples(samples, tmp_path / "new")
+    with pytest.raises(UserError, match=r"--out .*new: is not empty; name a new folder"):
+        write_samples(samples[:1], tmp_path / "new")
+    (tmp_path / "empty").mkdir()
+    write_samples(samples, tmp_path / "empty")
+    assert [path.name for path in sorted((tmp_path / "empty").iterdir())] == [
+        "00000.png", "00001.png",
+    ]  # fmt: skip
+
+
 @pytest.mark.parametrize("value", [float("nan"), float("inf")])
 @pytest.mark.parametrize("name", ["grid.png", "tensor.safetensors", "folder"])
 def test_samples_that_are_not_finite_are_refused(tmp_path: Path, name: str, value: float) -> None:
