@@ -15,9 +15,7 @@ from typer.core import TyperCommand
 from fewstep.errors import INTERRUPTED, TrainingError, UserError
 
 if TYPE_CHECKING:  # these import torch, which takes seconds
-    from fewstep.data.conditions import Conditions
     from fewstep.launch.processes import Ended
-    from fewstep.source import Source
 
 app = typer.Typer(
     name="fewstep",
@@ -193,6 +191,7 @@ def sample(
     device: Annotated[str | None, typer.Option(help=DEVICE)] = None,
 ) -> None:
     """Sample a run or an export, on the grid that it was trained on."""
+    from fewstep.arguments import choose_conditions, read_prompts
     from fewstep.export_description import DESCRIPTION
     from fewstep.images import check_out, write_samples
     from fewstep.source import open_source
@@ -251,6 +250,7 @@ def evaluate(
     coverage, class accuracy, network calls (nfe) and seconds. The floor is what one half of the
     real images scores against all of them.
     """
+    from fewstep.arguments import parse_numbers
     from fewstep.comparison import count_steps, evaluate_sources, write_comparison
     from fewstep.files import check_place
     from fewstep.results import evaluation_table
@@ -398,70 +398,6 @@ def plan(
     console.print("", shown, sep="\n")
     if too_much is not None:
         raise UserError(f"--gpus: {too_much}")
-
-
-def parse_numbers(text: str, option: str, least: int, most: int) -> list[int]:
-    """Numbers and ranges, as in "3,1,4" or "0-9"; raises UserError naming the option."""
-    numbers: list[int] = []
-    for part in text.split(","):
-        first, dash, last = part.strip().partition("-")
-        try:
-            low, high = int(first), int(last if dash else first)
-        except ValueError as error:
-            raise UserError(
-                f"{option}: {part!r} is no number or range; write 3,1,4 or 0-9"
-            ) from error
-        # Before it is expanded: a range may be longer than memory.
-        if not least <= low <= high <= most:
-            raise UserError(
-                f"{option}: {part.strip()!r} is given; it takes numbers from {least} to {most}"
-            )
-        numbers += range(low, high + 1)
-    return numbers
-
-
-def read_prompts(file: Path | None, prompts: list[str]) -> list[str]:
-    """The lines of a text file, without empty ones, and prompts of the command line after them."""
-    from fewstep.data.sources import broken_text
-
-    lines: list[str] = []
-    if file is not None:
-        from fewstep.data.tables import read_lines
-
-        if file.suffix != ".txt" or not file.is_file():
-            raise UserError(f"--prompts: {file} is no text file (.txt) with a prompt a line")
-        lines = [record.text for record in read_lines(file) if record.text and record.text.strip()]
-        if not lines:
-            raise UserError(f"--prompts: {file} has no prompt in it; write one a line")
-    for prompt in prompts:
-        if (problem := broken_text(prompt)) is not None:
-            raise UserError(f"--prompt: {problem}")
-    return [*lines, *prompts]
-
-
-def choose_conditions(
-    source: Source, wanted: str | None, prompts: list[str], count: int | None
-) -> Conditions:
-    """What `sample` was asked for: classes or prompts, repeated up to `count`."""
-    import torch
-
-    from fewstep.data.conditions import label_conditions
-
-    classes = source.roles.model.classes
-    if wanted is not None and classes is None:
-        what = "takes prompts" if source.roles.model.prompted else "is unconditional"
-        raise UserError(f"--classes: the network {what}")
-    if prompts:
-        if not source.roles.model.prompted:
-            raise UserError(
-                "--prompts: the network takes none" + ("; use --classes" * bool(classes))
-            )
-        return source.encode([prompts[i % len(prompts)] for i in range(count or len(prompts))])
-    if wanted is not None:
-        chosen = parse_numbers(wanted, "--classes", least=0, most=(classes or 1) - 1)
-        total = count or len(chosen)
-        return label_conditions(torch.tensor([chosen[i % len(chosen)] for i in range(total)]))
-    return source.conditions(count or classes or 16)
 
 
 def end_with(ended: Ended | None) -> None:

@@ -60,6 +60,7 @@ LAYERS = (
         "plan",
         "images",
         "comparison",
+        "arguments",
     ),
     ("launch",),
     ("__init__", "__main__", "cli", "progress"),
