@@ -230,6 +230,14 @@ def evaluate(
     ] = "1,2,4,8,16,50",
     samples: Annotated[int, typer.Option(min=16, help="Samples of each.")] = 2000,
     seed: Annotated[int, typer.Option(min=0, help="Of the noise, the same for all.")] = 0,
+    teacher: Annotated[
+        bool,
+        typer.Option(
+            "--teacher",
+            help="Also the frozen teacher of the first distilled run, with the guidance that it "
+            "teaches with, in the steps of --steps.",
+        ),
+    ] = False,
     features: Annotated[
         Literal["auto", "digits", "raw", "colours", "inception"],
         typer.Option(help="What images are compared by; auto: the digits' classifier, or colours."),
@@ -254,12 +262,14 @@ def evaluate(
     from fewstep.comparison import count_steps, evaluate_sources, write_comparison
     from fewstep.files import check_place
     from fewstep.results import evaluation_table
-    from fewstep.source import open_source
+    from fewstep.source import open_source, open_teacher
 
     counts = parse_numbers(steps, "--steps", least=1, most=1000)
     if out is not None:
         check_place(out, "--out")
     opened = [open_source(path, which, device=device) for path in sources]
+    if teacher:
+        opened.append(open_teacher(sources, device))
 
     def report_row(row: dict[str, Any]) -> None:
         name = f"{row['model']}, {count_steps(row['steps'])}"

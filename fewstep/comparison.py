@@ -155,11 +155,11 @@ def write_comparison(
         UserError: where the folder cannot be written.
     """
     out = Path(out)
-    runs = distinct_runs(
-        (name, source.path)
-        for name, source in zip(distinct_names(sources), sources, strict=True)
-        if (source.path / "metrics.jsonl").is_file()
-    )
+    named: dict[Path, str] = {}  # a run and its teacher have the same curves
+    for name, source in zip(distinct_names(sources), sources, strict=True):
+        if (source.path / "metrics.jsonl").is_file():
+            named.setdefault(source.path, name)
+    runs = distinct_runs((name, path) for path, name in named.items())
     rows = comparison_rows(document, images)
     shown = sources[0].conditions(PICTURED)
     labels = [""] * PICTURED

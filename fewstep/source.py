@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import final
@@ -132,6 +132,22 @@ def open_source(
         runtime.threads,
         prompts_that_are_left(recipe, model),
         compute,
+    )
+
+
+def open_teacher(paths: Sequence[Path], device: str | None = None) -> Source:
+    """The frozen teacher of the first distilled run among some runs and exports.
+
+    Raises:
+        UserError: where none of them has one.
+    """
+    for path in filter(is_run_directory, paths):
+        if TEACHER_SCORE in load_recipe(path / RECIPE).roles:
+            found = open_source(path, role=TEACHER_SCORE, device=device)
+            return replace(found, name=f"{found.name}'s teacher")
+    raise UserError(
+        "--teacher: none of these is a distilled run; name a teacher's own run instead, which is "
+        "evaluated like any other"
     )
 
 

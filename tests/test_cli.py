@@ -411,6 +411,30 @@ def test_export_says_that_it_was_checked(
     assert "no best checkpoint" in err
 
 
+def test_the_frozen_teacher_of_a_student_is_evaluated_beside_it(
+    fewstep: RunCommand, project: Path, tmp_path: Path
+) -> None:
+    def rows(*arguments: object) -> list[dict[str, object]]:
+        out = tmp_path / "out"
+        options = ("--steps", "1,4", "--samples", 64, "--out", out)
+        code, _, err = fewstep("evaluate", *arguments, *options)
+        assert code == 0, err
+        found = json.loads((out / "evaluation.json").read_text())["results"]
+        return [{k: v for k, v in row.items() if not k.startswith("seconds")} for row in found]
+
+    found = rows(project / "student", "--teacher")
+    names = [(row["model"], row["steps"], row["nfe"]) for row in found]
+    assert names == [
+        ("student", 4, 4), ("student's teacher", 1, 1), ("student's teacher", 4, 4),
+    ]  # fmt: skip
+    assert [file.name for file in (tmp_path / "out").glob("*_loss.png")] == ["student_loss.png"]
+    alone = rows(project / "teacher")
+    assert [row | {"model": ""} for row in found[1:]] == [row | {"model": ""} for row in alone]
+    code, _, err = fewstep("evaluate", project / "teacher", "--teacher")
+    assert code == 2
+    assert "--teacher: none of these is a distilled run" in err
+
+
 @pytest.mark.parametrize(
     ("arguments", "words"),
     [
