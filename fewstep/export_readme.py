@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import json
+import shlex
 from pathlib import Path
 from string import Template
 from typing import Literal
@@ -70,7 +72,7 @@ _BASE_NETWORK = """from diffusers import SD3Transformer2DModel
 
 network = SD3Transformer2DModel.from_pretrained($name)"""
 _BASE_OF_RUN = """The adapter belongs on the network of the run `$run`, and on no other.
-`fewstep export $run --format network --out base` writes it for diffusers.
+`$command` writes it for diffusers.
 
 """
 _NEW_BASE = """The adapter belongs on the network that its run began with, which only the run holds:
@@ -168,7 +170,9 @@ def _loading(base: Base, run: Run) -> dict[str, str]:
         return parts
     name = _quoted(weights) + _subfolder(weights or "")
     if base == "run":
-        parts["whence"], name = Template(_BASE_OF_RUN).substitute(run=weights), '"base/transformer"'
+        words = ["fewstep", "export", weights or "", "--format", "network", "--out", "base"]
+        parts["whence"] = Template(_BASE_OF_RUN).substitute(run=weights, command=shlex.join(words))
+        name = '"base/transformer"'
     parts["network"] = Template(_BASE_NETWORK).substitute(name=name)
     parts["base"] = f"{pipeline}, transformer=network"
     place = f"`{weights}`" if weights is not None else "which nothing but the run holds"
@@ -186,7 +190,7 @@ def _subfolder(name: str) -> str:
 def _quoted(name: str | None) -> str:
     """A pipeline as the arguments of diffusers' `from_pretrained`."""
     repository, revision = split_hub_name(name or "") or (name, None)
-    return f'"{repository}"' + (f', revision="{revision}"' if revision is not None else "")
+    return json.dumps(repository) + (f', revision="{revision}"' if revision is not None else "")
 
 
 def _without(model: SD3) -> str:
