@@ -12,7 +12,7 @@ from fewstep.export_check import by_diffusers, check_samples, has_lora, with_lor
 from fewstep.export_description import DESCRIPTION, HERE, ExportDescription
 from fewstep.export_kohya import check_kohya, export_kohya
 from fewstep.export_lora import LORA_FILE, export_lora
-from fewstep.export_readme import ExportFormat, dit_readme, sd3_readme
+from fewstep.export_readme import BASE, ExportFormat, base_of, dit_readme, sd3_readme
 from fewstep.files import check_place, permit_as_usual, saving
 from fewstep.methods.method import SamplerSpec, trained_transition
 from fewstep.models.hub import directory_of
@@ -20,7 +20,7 @@ from fewstep.models.model import Model, empty_network
 from fewstep.models.sd3 import SD3, SD3Settings
 from fewstep.pipeline import check_model, write_pipeline
 from fewstep.pipeline_sd3 import KEPT, copy_components
-from fewstep.roles.role import STUDENT, STUDENT_EMA
+from fewstep.roles.role import STUDENT, STUDENT_EMA, TEACHER_SCORE
 from fewstep.roles.storage import SharedBase
 from fewstep.run import Run
 
@@ -195,7 +195,9 @@ def write_export(
         export_lora(storage, role, folder)
         if isinstance(model, SD3):
             export_kohya(folder, model.config.num_layers)
-        permit_as_usual(folder.glob("*.safetensors"))
+            if form == "lora" and base_of(run) == "run":
+                model.save_network(storage.plain_network(TEACHER_SCORE).to("cpu"), folder / BASE)
+        permit_as_usual(folder.rglob("*.safetensors"))
     description = ExportDescription(
         model=settings,
         sigmas=spec.sigmas,

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import json
-import shlex
+import os
 from pathlib import Path
 from string import Template
 from typing import Literal
 
 from fewstep.config import dump_recipe
+from fewstep.errors import UserError
 from fewstep.methods.method import SamplerSpec
 from fewstep.models.hub import directory_of, split_hub_name
 from fewstep.models.sd3 import SD3
@@ -17,6 +18,9 @@ from fewstep.pipeline import TEMPLATES
 from fewstep.pretrained import is_run_directory
 from fewstep.roles.storage import SharedBase
 from fewstep.run import Run
+
+BASE = "base"
+"""Folder of an exported adapter for the network that it belongs on, if that is nowhere else."""
 
 ExportFormat = Literal["pipeline", "network", "lora"]
 
@@ -71,12 +75,8 @@ names of the original network. ComfyUI knows those names and diffusers'.
 _BASE_NETWORK = """from diffusers import SD3Transformer2DModel
 
 network = SD3Transformer2DModel.from_pretrained($name)"""
-_BASE_OF_RUN = """The adapter belongs on the network of the run `$run`, and on no other.
-`$command` writes it for diffusers.
+_BASE_ALONG = f"""The adapter belongs on the network in `{BASE}/`, which its run began with.
 
-"""
-_NEW_BASE = """The adapter belongs on the network that its run began with, which only the run holds:
-`--format network` writes that with the adapter merged into it.
 """
 _STOCHASTIC = """
 Each step but the first begins with fresh noise (`stochastic_sampling` of the scheduler). diffusers'
@@ -117,10 +117,7 @@ def _usage(run: Run, spec: SamplerSpec, form: ExportFormat) -> str:
     assert isinstance(model, SD3)
     settings, stochastic = model.settings, spec.solver == "renoise"
     whole = settings.pipeline is not None and settings.text_encoder is None
-    base = base_of(run)
-    if form == "lora" and base == "new":
-        text = _NEW_BASE
-    elif whole and form != "network":
+    if whole and form != "network":
         text = _ADAPTER_ALONE if form == "lora" else _PIPELINE + _PROMPTED
     elif form == "lora":
         text = "$whence`pytorch_lora_weights.safetensors` is for `network.load_lora_adapter`.\n"
@@ -130,7 +127,7 @@ def _usage(run: Run, spec: SamplerSpec, form: ExportFormat) -> str:
     if isinstance(run.roles.storage, SharedBase):
         text += _KOHYA if form == "lora" else _ADAPTER_TOO + _KOHYA
     return Template(text).substitute(
-        **_loading(base, run),
+        **_loading(run),
         without=_without(model),
         arguments=_arguments(model, spec),
         stochastic=stochastic,
@@ -141,8 +138,9 @@ def _usage(run: Run, spec: SamplerSpec, form: ExportFormat) -> str:
     )
 
 
-Base = Literal["pipeline", "network", "run", "new"]
-"""Where the network that an adapter belongs on is: in the teacher's pipeline, by itself, ..."""
+Base = Literal["pipeline", "network", "run"]
+"""Where the network that an adapter belongs on is: in the teacher's pipeline, by itself in a
+directory or on the hub, or nowhere but in the run."""
 
 
 def base_of(run: Run) -> Base:
@@ -150,9 +148,8 @@ def base_of(run: Run) -> Base:
     model = run.roles.model
     assert isinstance(model, SD3)
     weights, pipeline = run.recipe.model.weights, model.settings.pipeline
-    if weights is None:
-        return "new"
-    if is_run_directory(Path(weights)):
+    gone = weights is None or (split_hub_name(weights) is None and not Path(weights).is_dir())
+    if weights is None or gone or is_run_directory(Path(weights)):
         return "run"
     if pipeline is None:
         return "network"
@@ -160,36 +157,41 @@ def base_of(run: Run) -> Base:
     return "pipeline" if len(places) == 1 else "network"
 
 
-def _loading(base: Base, run: Run) -> dict[str, str]:
+def _loading(run: Run) -> dict[str, str]:
     """The parts of the texts above that say where an adapter's base comes from."""
     model, weights = run.roles.model, run.recipe.model.weights
     assert isinstance(model, SD3)
-    pipeline = _quoted(model.settings.pipeline)
-    parts = {"base": pipeline, "network": "", "whence": "", "teacher": "the teacher's pipeline"}
-    if base == "pipeline":
-        return parts
-    name = _quoted(weights) + _subfolder(weights or "")
-    if base == "run":
-        words = ["fewstep", "export", weights or "", "--format", "network", "--out", "base"]
-        parts["whence"] = Template(_BASE_OF_RUN).substitute(run=weights, command=shlex.join(words))
-        name = '"base/transformer"'
+    parts = {"base": _arguments_of(model.settings.pipeline), "network": "", "whence": ""}
+    match base_of(run):
+        case "pipeline":
+            return parts | {"teacher": "the teacher's pipeline"}
+        case "network":
+            name = _arguments_of(weights) + _subfolder(weights or "")
+            parts["teacher"] = f"the network that its run\nbegan with, `{weights}`"
+        case "run":
+            name = json.dumps(BASE)
+            parts["whence"] = _BASE_ALONG
+            parts["teacher"] = "the network that its run\nbegan with (`--format lora` adds it)"
     parts["network"] = Template(_BASE_NETWORK).substitute(name=name)
-    parts["base"] = f"{pipeline}, transformer=network"
-    place = f"`{weights}`" if weights is not None else "which nothing but the run holds"
-    parts["teacher"] = f"the network that its run\nbegan with, {place}"
+    parts["base"] += ", transformer=network"
     return parts
 
 
 def _subfolder(name: str) -> str:
     """Where the network is, in the arguments of `from_pretrained`."""
-    local = split_hub_name(name) is None
-    directory = Path(name) if local else directory_of(name, "model.weights")
+    try:
+        directory = directory_of(name, "model.weights")
+    except UserError:  # it is gone, which is no reason to lose an export
+        return ""
     return ', subfolder="transformer"' if transformer_directory(directory) != directory else ""
 
 
-def _quoted(name: str | None) -> str:
-    """A pipeline as the arguments of diffusers' `from_pretrained`."""
-    repository, revision = split_hub_name(name or "") or (name, None)
+def _arguments_of(name: str | None) -> str:
+    """A directory, or a name on the hub, as the arguments of `from_pretrained`."""
+    on_hub = split_hub_name(name or "")
+    if on_hub is None:
+        return json.dumps(os.path.abspath(name or ""))
+    repository, revision = on_hub
     return json.dumps(repository) + (f', revision="{revision}"' if revision is not None else "")
 
 

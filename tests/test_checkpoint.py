@@ -320,7 +320,7 @@ def test_pruning_keeps_the_newest(tmp_path, keep) -> None:
 
 def test_pruning_keeps_the_best(tmp_path) -> None:
     assert read_best(tmp_path) is None
-    with pytest.raises(UserError, match="no validation was run"):
+    with pytest.raises(UserError, match="no validation with a metric was run"):
         best_checkpoint(tmp_path)
     for cycle in range(1, 6):
         save(tmp_path, cycle)

@@ -16,6 +16,7 @@ import huggingface_hub
 import pytest
 import torch
 from diffusers import DiffusionPipeline, StableDiffusion3Pipeline
+from huggingface_hub.errors import LocalEntryNotFoundError
 from peft import get_peft_model_state_dict
 from safetensors import safe_open
 from safetensors.torch import load_file
@@ -321,7 +322,6 @@ def test_an_adapter_is_put_on_the_network_that_it_was_trained_on(
     monkeypatch: pytest.MonkeyPatch,
     base: str,
 ) -> None:
-    monkeypatch.chdir(tmp_path)
     whole, weights = runs["whole"], tmp_path / "other"
     if base == "run":
         weights = whole.directory
@@ -331,14 +331,13 @@ def test_an_adapter_is_put_on_the_network_that_it_was_trained_on(
     model = {"weights": str(weights), "pipeline": str(teacher)}
     wanted = recipe(tmp_path / "run", model, storage="shared_base")
     run = fewstep.train(wanted, data=texts(resolve_recipe(wanted).model.build()))
-    text = (export_run(run, tmp_path / "lora", form="lora") / "README.md").read_text()
-    if base == "run":
-        command = f"fewstep export {weights} --format network --out base"
-        assert f"`{command}`" in text
-        export_run(open_run(weights, None), "base", form="network", verify=False)
+    export_run(run, tmp_path / "lora", form="lora")
+    assert (tmp_path / "lora" / "base").is_dir() == (base == "run")
+    monkeypatch.chdir(tmp_path / "lora")
     assert_merged(run, by_readme(tmp_path / "lora")[1], tmp_path / "merged")
     text = (tmp_path / "merged" / "README.md").read_text()
-    assert f"`load_lora_weights` on the network that its run\nbegan with, `{weights}`" in text
+    place = "(`--format lora` adds it)" if base == "run" else f"`{weights}`"
+    assert re.search(rf"on the network that its run\nbegan with,? {re.escape(place)}", text)
 
 
 def test_the_adapter_loads_into_the_stock_pipeline_with_every_key(
@@ -380,6 +379,22 @@ def test_a_readme_names_a_repository_and_its_revision_as_diffusers_wants_them(
         directory = export_run(moved, tmp_path / "lora", form="lora", verify=False)
         text = (directory / "README.md").read_text()
         assert f"StableDiffusion3Pipeline.from_pretrained({arguments}" in text
+
+
+def test_weights_that_cannot_be_reached_any_more_are_no_reason_to_lose_an_export(
+    runs: dict[str, fewstep.Run], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def unreachable(name: str, **_: Any) -> str:
+        raise LocalEntryNotFoundError("no connection")
+
+    monkeypatch.setattr(huggingface_hub, "snapshot_download", unreachable)
+    run = runs["adapter"]
+    for weights, base in (("owner/tuned", '"owner/tuned"'), (str(tmp_path / "gone"), '"base"')):
+        model = run.recipe.model.model_copy(update={"weights": weights})
+        moved = replace(run, recipe=run.recipe.model_copy(update={"model": model}))
+        directory = export_run(moved, tmp_path / "lora", form="lora", verify=False)
+        text = (directory / "README.md").read_text()
+        assert f"network = SD3Transformer2DModel.from_pretrained({base})" in text
 
 
 def test_programs_that_know_no_alpha_apply_the_adapter_at_its_strength(

@@ -486,6 +486,6 @@ def test_figures_of_another_metric_are_not_compared(make_recipe, ten_images, sco
 def test_best_without_validation_is_an_error(make_recipe) -> None:
     recipe = make_recipe()
     train(recipe)
-    with pytest.raises(UserError, match="no validation was run"):
+    with pytest.raises(UserError, match="no validation with a metric was run"):
         open_run(recipe.run_dir, "best")
     assert open_run(recipe.run_dir, None).cycle == 4

@@ -134,7 +134,8 @@ def best_checkpoint(run_directory: Path) -> Path:
     best = read_best(run_directory)
     if best is None:
         raise UserError(
-            f"{run_directory} has no best checkpoint: no validation was run; use 'latest'"
+            f"{run_directory} has no best checkpoint: no validation with a metric was run; "
+            f"use 'latest'"
         )
     path = checkpoint_path(run_directory, best["cycle"])
     if not is_complete(path):

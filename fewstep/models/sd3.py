@@ -116,7 +116,10 @@ class SD3Settings(Settings):
             raise UserError(f"{given}/config.json: {odd} is not supported")
         network = settings_from(SD3Network, size, given / "config.json")
         if self.network not in (None, network):
-            raise UserError(f"model.network differs from {given}/config.json: {network!r}")
+            raise UserError(
+                f"model.network differs from {given}/config.json: {network!r}; leave it out "
+                f"(model.network=null), and that is taken"
+            )
         pipeline = self.pipeline
         if pipeline is None and (whole / "vae").is_dir():
             pipeline = str(directory)
