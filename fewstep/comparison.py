@@ -63,6 +63,8 @@ def evaluate_sources(
             f"data.name is {first.data.name!r}: prompts alone, no images to compare; give a CLIP "
             f"model (--clip), to see how images fit their prompts"
         )
+    for source in sources:  # before the first of them is sampled
+        source.conditions(1)
     rows: list[dict[str, Any]] = []
     images: dict[str, Tensor] = {}
     for name, source in zip(distinct_names(sources), sources, strict=True):
@@ -99,15 +101,22 @@ def _with_prompts(sources: Sequence[Source]) -> tuple[list[Source], Source]:
 
 def check_same_data(one: Source, other: Source) -> None:
     """Raise UserError where two sources are not judged by the same images and prompts."""
+    contents = [source.data.content() for source in (one, other)]
+    if None not in contents and contents[0] == contents[1]:
+        return  # however their files are named
     # Only the encodings' rounding depends on dtype.
     left, right = ({**s.data.facts(), "dtype": None} for s in (one, other))
     different = [key for key in left | right if left.get(key) != right.get(key)]
     if different:
         key = different[0]
-        raise UserError(
-            f"the sources were trained on different data: data.{key} is {left.get(key)!r} of "
-            f"{one.path} and {right.get(key)!r} of {other.path}; evaluate them one by one"
+        how = (
+            f"data.{key} is {left.get(key)!r} of {one.path} and {right.get(key)!r} of {other.path}"
         )
+    elif None not in contents:
+        how = f"{one.path} and {other.path} have files of the same names and other content"
+    else:
+        return
+    raise UserError(f"the sources were trained on different data: {how}; evaluate them one by one")
 
 
 def count_steps(steps: int) -> str:

@@ -128,6 +128,8 @@ def check_request(
     check_model(model, recipe.method.build().sampler(), "export")
     if form == "lora":
         check_adapter(recipe, model)
+    if form == "pipeline" and isinstance(model, SD3) and model.settings.text_encoder is None:
+        recipe.data.check_encoders(model.encoding(), "--format pipeline")
     check_place(directory.parent, "--out")
     for place in (directory, _set_aside(directory)):
         check_export_directory(place)

@@ -63,7 +63,10 @@ class Source:
             UserError: where the network takes prompts, and there are none.
         """
         if self.roles.model.prompted and self.items is None:
-            raise UserError(f"{self.path}: this network takes prompts; give some with --prompts")
+            raise UserError(
+                f"{self.path}: this network takes prompts, and there are none: sample it with "
+                f"--prompts or --prompt, or evaluate an export beside its run"
+            )
         return conditions_in_turn(self.roles.model.classes, self.items, count)
 
     def encode(self, prompts: Sequence[str]) -> Conditions:
@@ -73,6 +76,7 @@ class Source:
             UserError: where the network takes none, or its encoders cannot be loaded.
         """
         roles = self.roles
+        self.data.check_encoders(roles.model.encoding(), "--prompt")
         encoder = roles.model.prompt_encoder(roles.device, self.text_dtype or roles.dtype)
         if cut := encoder.count_cut(prompts):
             logger.warning("prompts longer than their encoder looks at, which are cut: %d", cut)

@@ -29,6 +29,7 @@ def source(path: Path, value: float = 0.0, data: Any = None) -> Source:
         name="digits",
         load=lambda: Dataset(torch.rand(64, 1, 8, 8)),
         facts=lambda: {"name": "digits"},
+        content=lambda: None,
     )
     made: Any = SimpleNamespace(
         name=path.name,
@@ -79,6 +80,39 @@ def test_sources_of_other_images_or_prompts_are_not_compared(
     for sources in ([one, two], [source(tmp_path / "x", data=BuiltInData()), one, two]):
         with pytest.raises(UserError, match=f"were trained on different data: {told}"):
             evaluate_sources(sources, samples=20, features="raw", dataset=real)
+
+
+@pytest.mark.parametrize(("files", "content", "alike"), [("a", "y", False), ("./a", "x", True)])
+def test_data_that_are_there_are_known_by_their_content(
+    tmp_path: Path, files: str, content: str, alike: bool
+) -> None:
+    sources = [
+        source(
+            tmp_path / name,
+            data=SimpleNamespace(
+                name="images",
+                facts=lambda files=files: {"name": "images", "files": files},
+                content=lambda sha256=sha256: {"files": [sha256]},
+            ),
+        )
+        for name, files, sha256 in (("one", "a", "x"), ("two", files, content))
+    ]
+    real = Dataset(torch.rand(64, 1, 8, 8))
+    if alike:
+        assert evaluate_sources(sources, samples=20, features="raw", dataset=real)
+        return
+    with pytest.raises(UserError, match=r"one and .*two have files of the same names and other"):
+        evaluate_sources(sources, samples=20, features="raw", dataset=real)
+
+
+def test_what_a_later_source_lacks_is_said_before_the_first_is_sampled(tmp_path: Path) -> None:
+    def refuse(count: int) -> None:
+        raise UserError("no prompts")
+
+    one, two = source(tmp_path / "one"), source(tmp_path / "two")
+    one.sample, two.conditions = pytest.fail, refuse  # type: ignore[misc, assignment]
+    with pytest.raises(UserError, match="no prompts"):
+        evaluate_sources([one, two], samples=20, features="raw")
 
 
 @pytest.mark.parametrize("names", [("a b", "a_b"), ("数字", "手写")])

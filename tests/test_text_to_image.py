@@ -183,6 +183,25 @@ def test_prompts_of_the_command_line_are_encoded_and_sampled(
         assert problem in err
 
 
+@pytest.mark.parametrize("name", ["text_encoder_2", "text_encoder_3"])
+def test_an_encoder_that_is_gone_is_missed_where_prompts_are_encoded(
+    alone: dict[str, Path], folder: Path, fewstep, tmp_path: Path, name: str
+) -> None:
+    run = alone["shared_base"]
+    (folder / "pipeline" / name).rename(tmp_path / name)
+    try:
+        out = ("--out", tmp_path / "out.safetensors")
+        refused = fewstep("sample", run, "--prompt", "a cat", *out), fewstep("export", run)
+        assert fewstep("sample", run, "--count", 2, *out)[0] == 0  # of prompts encoded before
+    finally:
+        (tmp_path / name).rename(folder / "pipeline" / name)
+    for code, _, err in refused:
+        assert code == 2
+        assert f"were encoded by ({name} is gone" in err
+    assert not (run / "export").exists()
+    assert fewstep("sample", run, "--prompt", "a cat", *out)[0] == 0
+
+
 def test_what_has_not_been_encoded_is_said_before_anything_is_loaded(
     folder: Path, recipe_of: Callable[..., Path], fewstep
 ) -> None:
@@ -245,7 +264,7 @@ def test_a_run_whose_encoded_data_are_gone_is_sampled_by_prompts(
     assert code == 0, err
     code, _, err = fewstep("sample", run, "--out", out)
     assert code == 2
-    assert "this network takes prompts; give some with --prompts" in err
+    assert "this network takes prompts, and there are none: sample it with --prompts" in err
 
 
 def test_a_guided_teacher_whose_encoded_data_are_gone_is_sampled_by_prompts(

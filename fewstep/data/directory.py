@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Container, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, final
@@ -10,7 +10,6 @@ from typing import Any, final
 from safetensors import safe_open
 from torch import Tensor
 
-from fewstep.data.dataset import Split
 from fewstep.data.encoded import CONDITION, SAMPLES
 from fewstep.data.encoding import Encoder, write_tensors
 from fewstep.data.manifest import (
@@ -239,20 +238,30 @@ def finish(
             (directory / name).unlink(missing_ok=True)
     count = sum(1 for entry in files.values() if entry["size"])
     cut = sum(entry["cut"] for entry in entries.values())
-    return Encoded(directory, items, skipped, cut, count_trained_on(shards), made, count, size)
+    left_out = {where for where, _ in skipped}
+    known = count_trained_on(shards, left_out)
+    return Encoded(directory, items, skipped, cut, known, made, count, size)
 
 
-def count_trained_on(shards: Shards) -> int:
-    """How many held-out items have a prompt that is among those of training."""
-    prompts = records_of(shards, "train")
-    known = {record.text for record in prompts if record.fault() is None}
-    return sum(record.text in known for record in records_of(shards, "validation"))
+def count_trained_on(shards: Shards, left_out: Container[str]) -> int:
+    """How many held-out items have a prompt that is among those of training.
 
-
-def records_of(shards: Shards, split: Split) -> list[Record]:
-    """The records of a split's shards."""
-    names = [name for name in shards if name.startswith(f"{split}-")]
-    return [record for name in names for record in shards[name]]
+    Args:
+        shards: all of them.
+        left_out: places of records that no item was made of.
+    """
+    train, held_out = (
+        [
+            record.text
+            for name, records in shards.items()
+            if name.startswith(f"{split}-")
+            for record in records
+            if record.where not in left_out
+        ]
+        for split in ("train", "validation")
+    )
+    known = set(train)
+    return sum(prompt in known for prompt in held_out)
 
 
 def nothing_left(split: str, skipped: list[list[str]]) -> UserError:

@@ -40,7 +40,13 @@ class BuiltInData(Settings):
         """What decides the data, of these settings."""
         return {"name": self.name}
 
+    def content(self) -> None:
+        """Nothing more is known than `facts`."""
+
     def check(self, encoding: Encoding) -> None:
+        """Nothing can have changed: nothing was encoded."""
+
+    def check_encoders(self, encoding: Encoding, what: str) -> None:
         """Nothing can have changed: nothing was encoded."""
 
 
@@ -128,6 +134,45 @@ class TextToImageData(Settings, ABC):
             raise stale(self.directory, found)
         check_skipped(self, manifest["skipped"])
         return EncodedItems(self.directory, split) if split in manifest["splits"] else None
+
+    def content(self) -> dict[str, Any] | None:
+        """What the items are, wherever their sources lie; None where they are not there."""
+        try:
+            manifest = read_manifest(self.directory)
+        except UserError:
+            return None
+        plan = manifest["plan"]
+        paths = ("files", "validation", "dtype", "image_size")
+        return {key: value for key, value in self.facts().items() if key not in paths} | {
+            "files": [stamp["sha256"] for stamp in plan["sources"].values()],
+            "items": manifest["items"],
+            "picture": plan["computed"]["picture"],
+        }
+
+    def check_encoders(self, encoding: Encoding, what: str) -> None:
+        """See that prompts are encoded as those were that a network has learned from.
+
+        Args:
+            encoding: the network family's own.
+            what: needs that, for the message.
+
+        Raises:
+            UserError: naming the encoders that have changed. Of encoded data that are gone,
+                nothing is known.
+        """
+        try:
+            plan = read_manifest(self.directory)["plan"]
+        except UserError:
+            return
+        found = dict(changed_encoders(plan, encoding))
+        there = {name for name, path in encoding.files.items() if path.exists()}
+        found |= dict.fromkeys(sorted(plan["encoders"].keys() - {VAE} - there), "is gone")
+        if found:
+            how = ", ".join(f"{name} {how}" for name, how in found.items())
+            raise UserError(
+                f"{what}: the encoders are not those that the prompts of the run were encoded by "
+                f"({how}); put them back"
+            )
 
     def check(self, encoding: Encoding) -> None:
         """Look whether what the data were made from, and by, has changed since; loads nothing.

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import pickle
+import shutil
 import signal
 import subprocess
 import sys
@@ -156,6 +157,38 @@ def test_held_out_items_are_the_last_or_files_of_their_own(data_recipe, prompts,
     recipe = data_recipe("prompts", prompts, encoded=str(tmp_path / "c"))
     fewstep.encode(recipe, model=DoubleModel())
     assert recipe.data.load("validation") is None
+
+
+def test_only_items_that_are_encoded_count_as_held_out_or_trained_on(
+    data_recipe, images, tmp_path
+) -> None:
+    other = tmp_path / "other"
+    other.mkdir()
+    for name in ("0", "1"):  # of the second only the caption can be used
+        shutil.copy(images / f"{name}.txt", other)
+    shutil.copy(images / "0.png", other)
+    (other / "1.png").write_bytes(b"no image")
+    (images / "0.png").write_bytes(b"no image either")
+    recipe = data_recipe("images", images, validation=[str(other)])
+    encoded = fewstep.encode(recipe, model=DoubleModel())
+    assert (encoded.items, encoded.trained_on) == ({"train": 4, "validation": 1}, 0)
+
+
+def test_data_are_known_by_their_content_however_they_are_named(
+    data_recipe, prompts, tmp_path, monkeypatch
+) -> None:
+    def content(*files: object, **changes: object) -> object:
+        recipe = data_recipe("prompts", *files, **changes)
+        fewstep.encode(recipe, model=DoubleModel())
+        return recipe.data.content()
+
+    monkeypatch.chdir(tmp_path)
+    first = content(prompts)
+    assert content("./prompts.txt", encoded="b", dtype="bfloat16", shard_items=1) == first
+    assert content(prompts, encoded="c", validation_items=1) != first
+    prompts.write_text(prompts.read_text().replace("five", "FIVE"))
+    assert content(prompts, encoded="d") != first
+    assert data_recipe("prompts", prompts, encoded="nothing").data.content() is None
 
 
 def test_the_data_set_is_known_by_what_training_sees_of_it(data_recipe, prompts, tmp_path) -> None:
@@ -378,8 +411,15 @@ def test_encoders_that_are_new_or_gone_beside_others_have_changed(
     def look(*names: str) -> None:
         recipe.data.check(Encoding({"salt": ""}, {name: files[name] for name in names}))
 
+    def use(*names: str) -> None:
+        there = Encoding({"salt": ""}, {name: files[name] for name in names})
+        recipe.data.check_encoders(there, "--prompt")
+
     look("one", "two", "vae")
+    use("one", "two")
     look("vae")  # a machine that only trains
+    with pytest.raises(UserError, match=r"--prompt: the encoders .* \(one is gone, two is gone\)"):
+        use("vae")
     look("one", "two")
     with pytest.raises(UserError, match=r"encoders\.two: is gone, and others are not"):
         look("one", "vae")
@@ -387,6 +427,10 @@ def test_encoders_that_are_new_or_gone_beside_others_have_changed(
     files["three"].write_text("three")
     with pytest.raises(UserError, match=r"encoders\.three: is new"):
         look("one", "two", "three", "vae")
+    with pytest.raises(UserError, match=r"--prompt: .* \(three is new\); put them back"):
+        use("one", "two", "three")
+    shutil.rmtree(recipe.data.directory)
+    use("one", "two", "three")  # nothing is known any more
 
 
 def test_an_encoding_that_was_stopped_is_not_mixed_with_another(
