@@ -103,8 +103,9 @@ def check_place(directory: Path, key: str) -> None:
         UserError: where they cannot.
     """
     absolute = directory.absolute()
-    parent = next(p for p in [absolute, *absolute.parents] if p.exists())
+    parent = next(p for p in [absolute, *absolute.parents] if os.path.lexists(p))
     if not parent.is_dir():
-        raise UserError(f"{key}: {directory} cannot be made: {parent} is a file")
+        kind = "a link to nothing" if parent.is_symlink() else "a file"
+        raise UserError(f"{key}: {directory} cannot be made: {parent} is {kind}")
     if not os.access(parent, os.W_OK):
         raise UserError(f"{key}: {directory} cannot be written (no permission for {parent})")

@@ -20,6 +20,8 @@ def check_out(out: Path) -> None:
         raise UserError(f"--out {out}: end it in .png, .safetensors, or name a directory")
     if out.suffix and out.is_dir():
         raise UserError(f"--out {out}: is a directory; name a file in it, as in {out / 'x.png'}")
+    if out.is_symlink() and not out.exists():
+        raise UserError(f"--out {out}: is a link to nothing")
     if not out.suffix and out.is_dir() and any(out.iterdir()):
         raise UserError(f"--out {out}: is not empty; name a new folder, or a picture (.png)")
     check_place(out.parent if out.suffix else out, "--out")

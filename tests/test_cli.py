@@ -326,6 +326,8 @@ def test_sample_refuses_what_it_cannot_do(
     [
         (["sample", "nowhere", "--out", "x.bmp"], "--out x.bmp: end it in .png"),
         (["sample", "nowhere", "--out", "folder.png"], "--out folder.png: is a directory"),
+        (["sample", "nowhere", "--out", "link"], "--out link: is a link to nothing"),
+        (["evaluate", "nowhere", "--out", "link/x"], "link is a link to nothing"),
         (["sample", "nowhere", "--out", "file/below/x.png"], "--out: file/below cannot be made"),
         (["sample", "nowhere", "--prompts", "none.txt"], "--prompts: none.txt is no text file"),
         (["sample", "nowhere", "--prompt", "a \udcff"], "--prompt: the prompt is no Unicode text"),
@@ -343,10 +345,11 @@ def test_what_could_not_be_written_in_the_end_is_refused_before_anything_is_open
     monkeypatch.chdir(tmp_path)
     Path("folder.png").mkdir()
     Path("file").touch()
+    Path("link").symlink_to("nothing")
     code, _, err = fewstep(*arguments)
     assert code == 2
     assert words in err
-    assert sorted(path.name for path in tmp_path.iterdir()) == ["file", "folder.png"]
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["file", "folder.png", "link"]
 
 
 @pytest.mark.parametrize("option", [["--role", "student"], ["--which", "latest"]])
