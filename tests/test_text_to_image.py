@@ -202,6 +202,25 @@ def test_an_encoder_that_is_gone_is_missed_where_prompts_are_encoded(
     assert fewstep("sample", run, "--prompt", "a cat", *out)[0] == 0
 
 
+def test_a_run_goes_on_and_is_exported_without_a_pipeline_that_is_gone(
+    encoded: None, folder: Path, recipe_of: Callable[..., Path], fewstep, tmp_path: Path
+) -> None:
+    file = recipe_of("shared_base", "without", validation=None)
+    assert fewstep("train", file)[0] == 0
+    (folder / "pipeline").rename(tmp_path / "pipeline")
+    try:
+        done = [
+            fewstep("train", file, "train.cycles=4", "--resume"),
+            fewstep("export", folder / "without", "--format", "network", "--no-verify"),
+            fewstep("sample", folder / "without", "--out", tmp_path / "x.safetensors"),
+        ]
+    finally:
+        (tmp_path / "pipeline").rename(folder / "pipeline")
+    assert [code for code, _, _ in done] == [0, 0, 2]
+    assert "Complete: 4 cycles" in done[0][1]
+    assert f"model.pipeline: {folder / 'pipeline'} is not a directory" in done[2][2]
+
+
 def test_what_has_not_been_encoded_is_said_before_anything_is_loaded(
     folder: Path, recipe_of: Callable[..., Path], fewstep
 ) -> None:

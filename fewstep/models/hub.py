@@ -33,6 +33,18 @@ def split_hub_name(name: str) -> tuple[str, str | None] | None:
     return repository, revision
 
 
+def present_directory_of(name: str, key: str) -> Path:
+    """`directory_of` for what is read now.
+
+    Raises:
+        UserError: where there is no such directory, or it cannot be had from the hub.
+    """
+    directory = directory_of(name, key)
+    if not directory.is_dir():
+        raise UserError(f"{key}: {name} is not a directory")
+    return directory
+
+
 def directory_of(name: str, key: str) -> Path:
     """The directory that a recipe names; one on the hub is downloaded, or found in its cache.
 
@@ -42,12 +54,11 @@ def directory_of(name: str, key: str) -> Path:
         key: of the recipe, for messages.
 
     Raises:
-        UserError: where there is no such directory, or it cannot be had from the hub.
+        UserError: where it cannot be had from the hub. A path may be that of nothing: a run goes on
+            without what it has read already.
     """
     on_hub = split_hub_name(name)
     if on_hub is None:
-        if not Path(name).is_dir():
-            raise UserError(f"{key}: {name} is not a directory")
         return Path(name)
     repository, revision = on_hub
     from huggingface_hub import snapshot_download

@@ -19,7 +19,7 @@ from fewstep.models.files import (
     read_network_config,
     settings_from,
 )
-from fewstep.models.hub import directory_of
+from fewstep.models.hub import directory_of, present_directory_of
 from fewstep.models.model import Condition, Model, Pretrained
 from fewstep.models.sd3_files import (
     DOWNSCALE,
@@ -100,7 +100,7 @@ class SD3Settings(Settings):
             UserError: where there is no such network, it uses options that are not supported, it
                 differs from the size given here, or does not fit its pipeline.
         """
-        whole = directory_of(str(directory), "model.weights")
+        whole = present_directory_of(str(directory), "model.weights")
         given = transformer_directory(whole)
         config = read_network_config(given, NETWORK_CLASS)
         defaults = inspect.signature(network_class().__init__).parameters
@@ -125,7 +125,7 @@ class SD3Settings(Settings):
             pipeline = str(directory)
         settings = self.model_copy(update={"network": network, "pipeline": pipeline})
         if pipeline is not None:
-            check_pipeline(directory_of(pipeline, "model.pipeline"), network.in_channels)
+            check_pipeline(present_directory_of(pipeline, "model.pipeline"), network.in_channels)
         settings.build()
         return settings
 
@@ -262,7 +262,7 @@ class SD3(Model):
         """
         if self.settings.pipeline is None:
             return None
-        directory = directory_of(self.settings.pipeline, "model.pipeline")
+        directory = present_directory_of(self.settings.pipeline, "model.pipeline")
         size = resolution // DOWNSCALE if resolution is not None else self.sample_shape[-1]
         tokens = (size // self.config.patch_size) ** 2
         return schedule_shift(read_scheduler_config(directory), tokens)
@@ -277,7 +277,7 @@ class SD3(Model):
         if self.settings.text_encoder is not None:
             encoder = TextEncoder(self.settings.text_encoder, length, device, dtype)
         elif self.settings.pipeline is not None:
-            directory = directory_of(self.settings.pipeline, "model.pipeline")
+            directory = present_directory_of(self.settings.pipeline, "model.pipeline")
             encoder = SD3PromptEncoder(directory, length, size.joint_attention_dim, device, dtype)
         else:
             raise UserError(
@@ -299,7 +299,7 @@ class SD3(Model):
             return None
         from fewstep.models.sd3_encoders import SD3Autoencoder
 
-        directory = directory_of(self.settings.pipeline, "model.pipeline")
+        directory = present_directory_of(self.settings.pipeline, "model.pipeline")
         return SD3Autoencoder(directory, device, dtype)
 
     def decoder(self) -> Decoder | None:
