@@ -137,9 +137,8 @@ class TextToImageData(Settings, ABC):
 
     def content(self) -> dict[str, Any] | None:
         """What the items are, wherever their sources lie; None where they are not there."""
-        try:
-            manifest = read_manifest(self.directory)
-        except UserError:
+        manifest = self._manifest_if_there()
+        if manifest is None:
             return None
         plan = manifest["plan"]
         paths = ("files", "validation", "dtype", "image_size")
@@ -160,19 +159,21 @@ class TextToImageData(Settings, ABC):
             UserError: naming the encoders that have changed. Of encoded data that are gone,
                 nothing is known.
         """
-        try:
-            plan = read_manifest(self.directory)["plan"]
-        except UserError:
+        manifest = self._manifest_if_there()
+        if manifest is None:
             return
-        found = dict(changed_encoders(plan, encoding))
-        there = {name for name, path in encoding.files.items() if path.exists()}
-        found |= dict.fromkeys(sorted(plan["encoders"].keys() - {VAE} - there), "is gone")
-        if found:
-            how = ", ".join(f"{name} {how}" for name, how in found.items())
+        found = changed_encoders(manifest["plan"], encoding, needed=True)
+        if how := ", ".join(f"{name} {how}" for name, how in found):
             raise UserError(
                 f"{what}: the encoders are not those that the prompts of the run were encoded by "
                 f"({how}); put them back"
             )
+
+    def _manifest_if_there(self) -> dict[str, Any] | None:
+        try:
+            return read_manifest(self.directory)
+        except UserError:
+            return None
 
     def check(self, encoding: Encoding) -> None:
         """Look whether what the data were made from, and by, has changed since; loads nothing.
@@ -195,7 +196,8 @@ class TextToImageData(Settings, ABC):
             present = set()  # some are gone
         found += [f"  {name}: is new" for name in sorted(local(present).keys() - known.keys())]
         found += differences({"model": plan["model"]}, {"model": encoding.settings})
-        found += [f"  encoders.{name}: {how}" for name, how in changed_encoders(plan, encoding)]
+        encoders = changed_encoders(plan, encoding, needed=False)
+        found += [f"  encoders.{name}: {how}" for name, how in encoders]
         if found:
             raise stale(self.directory, found)
 
@@ -272,16 +274,23 @@ def common_facts(settings: TextToImageData) -> dict[str, Any]:
     return {key: getattr(settings, key) for key in keys}
 
 
-def changed_encoders(plan: Plan, encoding: Encoding) -> Iterator[tuple[str, str]]:
-    """Encoders that are not those of a plan, and how; where all are gone, none is."""
+def changed_encoders(plan: Plan, encoding: Encoding, *, needed: bool) -> Iterator[tuple[str, str]]:
+    """Encoders that are not those of a plan, and how.
+
+    Args:
+        plan: of the encoded data.
+        encoding: the network family's own.
+        needed: whether prompts are to be encoded; if not, those of prompts may all be gone.
+    """
     known, files = plan["encoders"], encoding.files
     yield from ((name, "its content has changed") for name in changed(files, known))
     there = {name for name, path in files.items() if path.exists()}
     yield from ((name, "is new") for name in sorted(there - known.keys()))
     # A network that samples by those that are left would be given other prompts than it has seen.
     prompts = known.keys() - {VAE}
-    if prompts & there:
-        yield from ((name, "is gone, and others are not") for name in sorted(prompts - there))
+    how = "is gone" if needed else "is gone, and others are not"
+    if needed or prompts & there:
+        yield from ((name, how) for name in sorted(prompts - there))
 
 
 def check_skipped(settings: TextToImageData, skipped: list[list[str]]) -> None:
