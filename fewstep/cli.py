@@ -325,16 +325,16 @@ def export(
     that says how to sample it. LoRA students are merged; the adapter is there as well.
     """
     from fewstep.config import load_recipe
-    from fewstep.export import check_request, export_run
+    from fewstep.export import check_request, export_checked
     from fewstep.pretrained import RECIPE, check_run_directory
     from fewstep.roles.role import STUDENT, STUDENT_EMA
     from fewstep.run import open_run
 
     check_run_directory(run)
-    recipe, out = load_recipe(run / RECIPE), out or run / "export"
-    check_request(recipe, recipe.model.build(), out.resolve(), role, form)
+    recipe, out = load_recipe(run / RECIPE), (out or run / "export").resolve()
+    check_request(recipe, recipe.model.build(), out, role, form)
     opened = open_run(run, which, roles=(STUDENT, STUDENT_EMA))
-    directory = export_run(opened, out, role, form, verify)
+    directory = export_checked(opened, out, role, form, verify)
     checked = "plain diffusers gives the same images" if verify else "not compared with diffusers"
     console.print(
         f"Exported {role or opened.result_role} of cycle {opened.cycle} to {directory}; {checked}.",

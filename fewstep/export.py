@@ -51,8 +51,16 @@ def export_run(
             cannot be written.
     """
     # Absolute: "." has no name, and after it is replaced it is no longer where it was.
-    directory, role = Path(directory).resolve(), role or run.result_role
+    directory = Path(directory).resolve()
     check_request(run.recipe, run.roles.model, directory, role, form)
+    return export_checked(run, directory, role, form, verify)
+
+
+def export_checked(
+    run: Run, directory: Path, role: str | None, form: ExportFormat, verify: bool
+) -> Path:
+    """`export_run` of what `check_request` has passed already; `directory`: absolute."""
+    role = role or run.result_role
     check_updates(run, role)
     spec = run.method.sampler()
     temporary = directory.parent / f".{directory.name}.tmp"
