@@ -148,9 +148,10 @@ def base_of(run: Run) -> Base:
     model = run.roles.model
     assert isinstance(model, SD3)
     weights, pipeline = run.recipe.model.weights, model.settings.pipeline
-    gone = weights is None or (split_hub_name(weights) is None and not Path(weights).is_dir())
-    if weights is None or gone or is_run_directory(Path(weights)):
+    if weights is None or is_run_directory(Path(weights)):
         return "run"
+    if split_hub_name(weights) is None and not Path(weights).is_dir():
+        return "run"  # where it was is nothing now
     if pipeline is None:
         return "network"
     places = {transformer_directory(Path(name)).resolve() for name in (weights, pipeline)}

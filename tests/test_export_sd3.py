@@ -322,7 +322,8 @@ def test_an_adapter_is_put_on_the_network_that_it_was_trained_on(
     monkeypatch: pytest.MonkeyPatch,
     base: str,
 ) -> None:
-    whole, weights = runs["whole"], tmp_path / "other"
+    monkeypatch.chdir(tmp_path)
+    whole, weights = runs["whole"], Path("other")  # the README's place is another directory
     if base == "run":
         weights = whole.directory
     else:  # the same, as another program would have written it
@@ -333,8 +334,10 @@ def test_an_adapter_is_put_on_the_network_that_it_was_trained_on(
     run = fewstep.train(wanted, data=texts(resolve_recipe(wanted).model.build()))
     export_run(run, tmp_path / "lora", form="lora")
     assert (tmp_path / "lora" / "base").is_dir() == (base == "run")
-    monkeypatch.chdir(tmp_path / "lora")
-    assert_merged(run, by_readme(tmp_path / "lora")[1], tmp_path / "merged")
+    with monkeypatch.context() as elsewhere:
+        elsewhere.chdir(tmp_path / "lora")
+        images = by_readme(tmp_path / "lora")[1]
+    assert_merged(run, images, tmp_path / "merged")
     text = (tmp_path / "merged" / "README.md").read_text()
     place = "(`--format lora` adds it)" if base == "run" else f"`{weights}`"
     assert re.search(rf"on the network that its run\nbegan with,? {re.escape(place)}", text)
