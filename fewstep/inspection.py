@@ -31,7 +31,7 @@ from fewstep.config import Recipe, dump_recipe, load_recipe
 from fewstep.models.model import Model
 from fewstep.models.module import ModuleSettings
 from fewstep.pretrained import RECIPE, check_run_directory, resolve_recipe
-from fewstep.roles.role import Roles
+from fewstep.roles.role import STUDENT_EMA, Roles
 from fewstep.training.cycle import plan_cycle
 from fewstep.training.state import load_counters
 
@@ -160,7 +160,7 @@ def _counters_table(counters: Mapping[str, Any], rates: Mapping[str, float]) -> 
         if counts["attempted"] or role in rates:
             rate = [f"{rates[role]:.3g}"] if role in rates else []
             table.add_row(role, *(str(counts[name]) for name in columns), *rate)
-    if counters.get("ema_updates"):
+    if STUDENT_EMA in counters.get("roles", {}):
         table.add_row("student_ema", "", str(counters["ema_updates"]), "")
     return table
 

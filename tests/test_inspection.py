@@ -128,6 +128,13 @@ def test_a_run_says_what_its_checkpoints_hold(inspect, checkpoint) -> None:
     assert row(out, "cycle_000004")[2] == held
 
 
+def test_an_average_that_was_never_updated_is_shown_to_be_so(make_recipe, inspect) -> None:
+    run = train(make_recipe("dmd2", {"ema": {"start": 1000}}))
+    for target in (run.directory, latest_checkpoint(run.directory)):
+        _, out, _ = inspect(target)
+        assert row(out[out.index("Updates") :], "student_ema")[2] == "0"
+
+
 @pytest.mark.parametrize("damage", ["flipped", "shorter", "missing"])
 def test_a_run_whose_state_is_damaged_is_not_shown(inspect, checkpoint, damage) -> None:
     file = checkpoint / "state.json"
