@@ -33,8 +33,7 @@ def write_samples(samples: Tensor, out: Path) -> str:
     Args:
         samples: [N, C, H, W] in [-1, 1] with 1 or 3 channels for pictures; any shape for tensors.
         out: `name.png` (one picture, a grid), `name.safetensors` (the tensor `samples`), or a
-            new or empty directory (a picture
-            each).
+            new or empty directory (a picture each).
 
     Raises:
         UserError: for another ending, samples that are no images or not finite, or a place that
