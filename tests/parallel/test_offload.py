@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import logging
+import time
 from collections.abc import Callable
 from itertools import product
 from pathlib import Path
@@ -95,6 +96,15 @@ def differing(left: dict[str, Tensor], right: dict[str, Tensor]) -> list[str]:
     return [key for key, value in left.items() if not torch.equal(value, right[key])]
 
 
+def settled_bytes() -> int:
+    """`live_bytes` once nothing more is let go by itself, as by threads that communicate."""
+    before, now = -1, live_bytes()
+    while now != before:
+        time.sleep(0.2)
+        before, now = now, live_bytes()
+    return now
+
+
 def live_bytes() -> int:
     """Bytes of all tensors that Python knows of, but for main memory that is kept for naps."""
     while gc.collect():  # what one pass lets go may have held more
@@ -120,15 +130,15 @@ def observe(kind: str, storage: str, ranks: Ranks, kept: list[Worker]) -> dict[s
     """Train twice, with naps and without."""
     kept.append(make_worker(storage, kind, ranks))
     plain = train(kept[-1])
-    others = live_bytes()
+    others = settled_bytes()
     worker = make_worker(storage, kind, ranks)
     kept.append(worker)
     offload = offload_of(worker)
     sizes: list[list[int]] = []
     changed = differing(plain, train(worker, napping(offload, sizes)))
-    awake = live_bytes()
+    awake = settled_bytes()
     moved = offload.sleep().bytes
-    asleep = live_bytes()
+    asleep = settled_bytes()
     offload.wake()
     return {
         "changed": changed,
@@ -362,7 +372,7 @@ def test_what_a_checkpoint_replaces_is_let_go() -> None:
     worker = make_worker("shared_base")
     offload = offload_of(worker)
     train(worker, lambda: (offload.sleep(), offload.wake()))
-    held, before = offload.resident_bytes, live_bytes()
+    held, before = offload.resident_bytes, settled_bytes()
     state = worker.state_dict()
     saved = {
         part: {n: {k: t.clone() for k, t in ts.items()} for n, ts in state[part].items()}
@@ -371,7 +381,7 @@ def test_what_a_checkpoint_replaces_is_let_go() -> None:
     worker.load_state_dict({**saved, "counters": state["counters"]})
     del state, saved
     assert offload.resident_bytes == held
-    assert live_bytes() == before
+    assert settled_bytes() == before
     assert offload.sleep().bytes == held
-    assert before - live_bytes() == held
+    assert before - settled_bytes() == held
     offload.wake()
