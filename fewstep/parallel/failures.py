@@ -27,7 +27,8 @@ PLACE = re.compile(r"rank \d+, cycle \d+, phase \S+ \(role \w+\)")
 # What gloo says where another process has gone, or does not answer.
 LOST = re.compile(r"gloo/transport|Connection (closed|reset) by|Timed out waiting|Dist\w+Error")
 TIMED_OUT = re.compile(r"Timed out|timeout", re.IGNORECASE)
-ANSWER_SECONDS = 1.5
+# How long the others get to say that the run is broken for them as well; the machine may be busy.
+ANSWER_SECONDS = 3.0
 
 
 @final
@@ -177,16 +178,18 @@ def describe(error: Exception, reached: Reached) -> str:
 
 
 def describe_loss(error: Exception, size: int, timeout_seconds: int, reached: Reached) -> str:
-    """Which ranks were lost, where, and how this one has noticed."""
-    cause = str(error.__cause__ or error)
-    reason = loss_reason(cause)
-    names = ", ".join(map(str, silent_ranks(size)))
-    if TIMED_OUT.search(cause):
+    """Which ranks were lost, where, and how this one, or another, has noticed."""
+    own = loss_reason(str(error.__cause__ or error))
+    noticed = losses(size, own)
+    names = ", ".join(str(rank) for rank in range(size) if rank not in noticed)
+    # The first to have waited long enough closes its connections, and the others lose it.
+    late = [reason for reason in (own, *noticed.values()) if TIMED_OUT.search(reason)]
+    if late:
         within = f"within {timeout_seconds} s (launch.timeout_seconds)"
         found = f"rank {names}: no answer {within}" if names else f"ranks did not meet {within}"
     else:
         found = f"lost rank {names}" if names else "lost the connection to another rank"
-    return f"{place(error, reached)}: {found}: {reason}"
+    return f"{place(error, reached)}: {found}: {(late or [own])[0]}"
 
 
 def loss_reason(said: str) -> str:
@@ -194,20 +197,25 @@ def loss_reason(said: str) -> str:
     return re.sub(r"^(\w+: )?\[\S+\] |\. This is typically.*", "", said.partition("\n")[0])
 
 
-def silent_ranks(size: int) -> list[int]:
-    """The ranks that do not find the run broken as well: those that have died, or hang."""
-    store, others = failure_store(), [rank for rank in range(size) if rank != own_rank()]
+def losses(size: int, own: str) -> dict[int, str]:
+    """How each rank has noticed that the run is broken, after telling the others how this one has.
+
+    Those that do not say so have died, or hang.
+    """
+    store, noticed = failure_store(), {own_rank(): own}
     if store is None or another_has_failed():
-        return others
+        return noticed
     end = time.monotonic() + ANSWER_SECONDS
     try:
-        store.set(f"broken/{own_rank()}", "")
-        while others and time.monotonic() < end:
+        store.set(f"broken/{own_rank()}", own)
+        while len(noticed) < size and time.monotonic() < end:
             time.sleep(0.05)
-            others = [rank for rank in others if not store.check([f"broken/{rank}"])]
+            for rank in range(size):
+                if rank not in noticed and store.check([f"broken/{rank}"]):
+                    noticed[rank] = store.get(f"broken/{rank}").decode()
     except dist.DistError:
         pass  # the launcher has gone as well
-    return others
+    return noticed
 
 
 def end_with_launcher() -> None:

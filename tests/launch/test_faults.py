@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+import multiprocessing
 import re
 import time
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+from torch.distributed import TCPStore
 
 from fewstep.errors import TrainingError, UserError
-from fewstep.parallel.failures import Reached, telling_others
+from fewstep.parallel.failures import Reached, failure_store, telling_others
 from fewstep.run import open_run
 
 PLACE = r"cycle 3, phase fake_score/0 \(role fake_score\)"
@@ -73,6 +76,7 @@ def test_a_mistake_under_torchrun_is_said_once_before_the_ranks_have_met(start) 
 
 LOST = "[/gloo/transport/tcp/pair.cc:537] Connection closed by peer [::1]:705. This is typically"
 LATE = "[/gloo/transport/tcp/unbound_buffer.cc:78] Timed out waiting 4000ms for recv operation"
+GLOO = {"lost": LOST, "late": LATE}
 PHASE = "rank 0, cycle 3, phase student (role student)"
 
 
@@ -110,6 +114,50 @@ def test_errors_say_where_they_were(error: Exception, message: str, has_cause: b
         raise error
     assert str(found.value) == message
     assert (found.value.__cause__ is not None) == has_cause
+
+
+@pytest.fixture
+def launcher(monkeypatch) -> Iterator[None]:
+    """The store of a launcher, in which ranks tell one another what has ended a run."""
+    store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    monkeypatch.setenv("TORCHELASTIC_USE_AGENT_STORE", "True")
+    monkeypatch.setenv("MASTER_ADDR", "127.0.0.1")
+    monkeypatch.setenv("MASTER_PORT", str(store.port))
+    failure_store.cache_clear()
+    yield
+    failure_store.cache_clear()
+
+
+def lose(rank: int, size: int, said: str, monkeypatch) -> str:
+    """What a rank says that has lost the others, which it knows by what gloo says."""
+    monkeypatch.setenv("RANK", str(rank))
+    with pytest.raises(TrainingError) as found, telling_others(size, 4, Reached()):
+        raise RuntimeError(said)
+    return str(found.value)
+
+
+@pytest.mark.parametrize(
+    ("size", "own", "others", "message"),
+    [
+        (2, "late", "late", "ranks did not meet within 4 s (launch.timeout_seconds): Timed out"),
+        (2, "late", "lost", "ranks did not meet within 4 s (launch.timeout_seconds): Timed out"),
+        (2, "lost", "late", "ranks did not meet within 4 s (launch.timeout_seconds): Timed out"),
+        (2, "lost", "lost", "lost the connection to another rank: Connection closed by peer"),
+        (3, "lost", "late", "rank 2: no answer within 4 s (launch.timeout_seconds): Timed out"),
+        (3, "lost", "lost", "lost rank 2: Connection closed by peer"),
+    ],
+)
+def test_a_rank_that_has_lost_another_says_so_if_that_one_has_only_waited_long_enough(
+    launcher, monkeypatch, size: int, own: str, others: str, message: str
+) -> None:
+    """The first to give up closes its connections, so that the others lose it before their time."""
+    other = multiprocessing.get_context("fork").Process(
+        target=lose, args=(1, size, GLOO[others], monkeypatch)
+    )
+    other.start()
+    assert lose(0, size, GLOO[own], monkeypatch).startswith(f"rank 0: {message}")
+    other.join()
+    assert other.exitcode == 0
 
 
 def test_mistakes_and_errors_of_a_process_alone_are_raised_as_they_are() -> None:
