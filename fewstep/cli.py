@@ -259,7 +259,7 @@ def evaluate(
     real images scores against all of them.
     """
     from fewstep.arguments import parse_numbers
-    from fewstep.comparison import count_steps, evaluate_sources, write_comparison
+    from fewstep.comparison import count_steps, evaluate_sources, has_figures, write_comparison
     from fewstep.files import check_place
     from fewstep.results import evaluation_table
     from fewstep.source import open_source, open_teacher
@@ -273,6 +273,9 @@ def evaluate(
 
     def report_row(row: dict[str, Any]) -> None:
         name = f"{row['model']}, {count_steps(row['steps'])}"
+        if not has_figures(row):
+            console.print(f"{name}: its samples are not finite, and have no figures")
+            return
         kind, key = "Fréchet distance", "frechet_distance"
         if key not in row:
             kind, key = "CLIP score", "clip_score"

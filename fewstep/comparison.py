@@ -13,10 +13,12 @@ from torch import Tensor
 from fewstep.clip import ClipScore
 from fewstep.data.items import Items
 from fewstep.errors import UserError
+from fewstep.evaluation import Evaluator, SampleMetrics
 from fewstep.files import saving
 from fewstep.report import write_report
 from fewstep.report_data import distinct_runs
 from fewstep.results import evaluation_document, result_row, write_evaluation
+from fewstep.sampling import Samples
 from fewstep.source import Source
 from fewstep.validation import FeatureKind, build_evaluator
 
@@ -47,11 +49,12 @@ def evaluate_sources(
         on_result: called with each row as it is done.
 
     Returns:
-        The evaluation document, and the first 16 samples by "<name>, <n> steps".
+        The evaluation document, and the first 16 samples by "<name>, <n> steps". A row whose
+        samples are not finite has no figures.
 
     Raises:
         UserError: where the sources have no real data to be compared with, or different ones, or
-            samples are not finite, or the CLIP model cannot be loaded.
+            no samples are finite, or the CLIP model cannot be loaded.
     """
     sources, first = _with_prompts(sources)
     real = dataset if dataset is not None else _load_data(first)
@@ -71,17 +74,33 @@ def evaluate_sources(
         for count in (None,) if source.few_step or not steps else steps:
             spec = source.sampler(count)
             made = source.sample(source.conditions(samples), spec, seed)
-            if not torch.isfinite(made.images).all():
-                raise UserError(f"the samples of {name} are not finite")
-            metrics = evaluator.evaluate(made.images, made.labels) if evaluator else None
-            fit = None
-            if score is not None and made.conditions.prompts is not None:
-                fit = score(made.images, made.conditions.prompts)
-            rows.append(result_row(name, spec.steps, spec.nfe, made.seconds, metrics, fit))
+            figures = _measure(made, evaluator, score)
+            rows.append(result_row(name, spec.steps, spec.nfe, made.seconds, *figures))
             # Thousands of large ones would not fit beside each other.
             images[f"{name}, {count_steps(spec.steps)}"] = made.images[:PICTURED].clone()
             on_result(rows[-1])
+    if not any(map(has_figures, rows)):
+        names = ", ".join(dict.fromkeys(row["model"] for row in rows))
+        raise UserError(f"the samples of {names} are not finite")
     return evaluation_document(rows, evaluator.floor() if evaluator else None), images
+
+
+def _measure(
+    made: Samples, evaluator: Evaluator | None, score: ClipScore | None
+) -> tuple[SampleMetrics | None, float | None]:
+    """How samples compare with the real data, and fit their prompts; neither if not finite."""
+    if not torch.isfinite(made.images).all():
+        return None, None
+    prompts = made.conditions.prompts
+    return (
+        evaluator.evaluate(made.images, made.labels) if evaluator is not None else None,
+        score(made.images, prompts) if score is not None and prompts is not None else None,
+    )
+
+
+def has_figures(row: Mapping[str, Any]) -> bool:
+    """Whether a row of results has any: those of samples that are not finite do not."""
+    return "frechet_distance" in row or "clip_score" in row
 
 
 def _with_prompts(sources: Sequence[Source]) -> tuple[list[Source], Source]:

@@ -53,6 +53,20 @@ def test_samples_that_are_not_finite_are_named(tmp_path: Path, value: float) -> 
         evaluate_sources([source(tmp_path / "broken", value)], samples=20, features="raw")
 
 
+def test_a_source_without_finite_samples_costs_the_others_nothing(tmp_path: Path) -> None:
+    sources = [source(tmp_path / name, v) for name, v in (("broken", float("nan")), ("good", 0.5))]
+    measured: dict[str, Any] = {"samples": 20, "features": "raw"}
+    measured["dataset"] = Dataset(torch.rand(64, 1, 8, 8))
+    document, images = evaluate_sources(sources, **measured)
+    assert [row["model"] for row in document["results"]] == ["broken", "good"]
+    assert ["frechet_distance" in row for row in document["results"]] == [False, True]
+    alone, _ = evaluate_sources(sources[1:], **measured)
+    assert document["results"][1] == alone["results"][0]
+    page = write_comparison(tmp_path / "out", sources, document, images).read_text()
+    assert "broken" in page
+    assert json.loads((tmp_path / "out" / "evaluation.json").read_text()) == document
+
+
 IMAGES = {"files": ["a", "b"], "encoded": "one", "validation_items": 4}
 
 
