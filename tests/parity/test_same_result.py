@@ -17,6 +17,7 @@ RECOMPUTE = {"runtime.activation_checkpointing": True}
 ONE, TWO = {"train.micro_batch_size": 1}, {"train.micro_batch_size": 2}
 REUSE = {"cycle.fake_batches": "reuse_student", "cycle.order": "fake_score_first"}
 SINGLE = {"runtime.dtype": "float32"}
+HALF = {**SINGLE, "runtime.compute_dtype": "bfloat16"}
 EACH = {"parallel.reduce_each_micro_batch": True}
 OFFLOAD = {"parallel.cpu_offload": True}
 SEVERAL = {"method.fake_updates_per_student": 2}
@@ -86,6 +87,7 @@ ON_TWO = [
     case("fsdp2", SHARED, TWO, RECOMPUTE, method="adversarial"),
     case("fsdp1", JOINT, ONE, RECOMPUTE, method="adversarial"),
     case("fsdp2", SHARED, SINGLE, TWO),
+    case("fsdp2", SHARED, HALF, TWO, RECOMPUTE, method="adversarial"),
 ]
 ON_FOUR = [
     case("fsdp1", FUSED, HYBRID, TWO),
@@ -113,6 +115,7 @@ MORE_ON_TWO = [
     case("fsdp2", JOINT, SHARED, TWO, RECOMPUTE, REUSE, method="adversarial"),
     case("ddp", SINGLE),
     case("fsdp1", SHARED, SINGLE),
+    case("fsdp1", JOINT, HALF, method="adversarial"),
 ]
 MORE_ON_FOUR = [
     case("none", SHARED, TWO),
@@ -150,7 +153,8 @@ def test_losses_weights_and_samples_are_those_of_one_process(
     assert len(expected["losses"]) >= CYCLES
     if case.changes.get("runtime.dtype") == "float32":
         # Adam turns rounding into sign flips where gradients vanish: weights are not compared.
-        assert largest_difference(expected, found, "losses")[0] < 1e-4
+        lowered = "runtime.compute_dtype" in case.changes
+        assert largest_difference(expected, found, "losses")[0] < (1e-2 if lowered else 1e-4)
         return
     assert torch.equal(expected["counters"], found["counters"])
     skipped = ~torch.isfinite(expected["losses"])
