@@ -30,6 +30,7 @@ from fewstep.memory import (
 from fewstep.models.model import Model, empty_network
 from fewstep.models.sd3 import SD3Settings
 from fewstep.parallel.ranks import Ranks
+from fewstep.parallel.sharding import check_shard_size
 from fewstep.placement import groups_of, rollout_workers
 from fewstep.pretrained import resolve_recipe
 from fewstep.roles.role import FAKE_SCORE, STUDENT, mark_trained
@@ -185,12 +186,16 @@ def spread_of(recipe: Recipe, ranks: int) -> Spread:
     """How a recipe's networks would be spread over so many ranks.
 
     A recipe for one process that is given more shares its networks by FSDP2.
+
+    Raises:
+        UserError: where they cannot be divided so.
     """
+    check_shard_size(recipe.parallel, ranks)
     parallel, kind = recipe.parallel, recipe.parallel.kind
     if kind == "none" and ranks > 1 and recipe.launch.processes == 1:
         kind = "fsdp2"
     sharded = kind in ("fsdp1", "fsdp2")
-    size = min(parallel.shard_size or ranks, ranks) if sharded else 1
+    size = (parallel.shard_size or ranks) if sharded else 1
     runtime = recipe.runtime
     width = (runtime.torch_compute_dtype or runtime.torch_dtype).itemsize
     micro, samples = recipe.train.micro_batch_size, -(-recipe.train.batch_size // ranks)
@@ -224,11 +229,11 @@ def passes_of(recipe: Recipe) -> tuple[int, int]:
 
 
 def samples_of(recipe: Recipe, ranks: int) -> int:
-    """Samples of the largest micro-batch of the first of so many ranks."""
-    batch = recipe.train.batch_size
-    first = Ranks(0, min(ranks, batch), CPU, grouped=False)
-    parts = micro_batches(batch, first, recipe.train.micro_batch_size)
-    return max(len(part.rows) for part in parts)
+    """Samples of the largest micro-batch of any of so many ranks, whose shares differ by one."""
+    batch, size = recipe.train.batch_size, recipe.train.micro_batch_size
+    count = min(ranks, batch)
+    every = (Ranks(rank, count, CPU, grouped=False) for rank in range(count))
+    return max(len(part.rows) for one in every for part in micro_batches(batch, one, size))
 
 
 @final
@@ -277,18 +282,18 @@ def _cheap_changes(recipe: Recipe) -> list[dict[str, Any]]:
 def _single_changes(estimator: Estimator, devices: Devices) -> Iterator[Remedy]:
     recipe = estimator.recipe
     for change in _cheap_changes(recipe):
-        yield from _changed(estimator, change, devices.count)
+        yield from _changed(estimator, change, devices)
     for ranks in (n for n in MORE_RANKS if n > devices.count):
         sharded = {} if recipe.parallel.sharded else {"parallel.kind": "fsdp2"}
-        enough = next(_changed(estimator, sharded, ranks), None)
+        enough = next(_changed(estimator, sharded, devices, ranks), None)
         if enough is not None and enough.memory.total <= devices.bytes:
             yield enough
             break
     if recipe.lora is None:
-        yield from _changed(estimator, _lora(), devices.count)
+        yield from _changed(estimator, _lora(), devices)
     resolution = getattr(recipe.model, "resolution", None)
     if resolution is not None:
-        yield from _changed(estimator, {"model.resolution": resolution // 2}, devices.count)
+        yield from _changed(estimator, {"model.resolution": resolution // 2}, devices)
 
 
 def _joint_changes(estimator: Estimator, devices: Devices) -> Iterator[Remedy]:
@@ -297,19 +302,28 @@ def _joint_changes(estimator: Estimator, devices: Devices) -> Iterator[Remedy]:
         cheap |= change
     lora = _lora() if recipe.lora is None else {}
     sharded = {} if recipe.parallel.sharded else {"parallel.kind": "fsdp2"}
-    yield from _changed(estimator, cheap, devices.count)
-    yield from _changed(estimator, cheap | lora, devices.count)
+    yield from _changed(estimator, cheap, devices)
+    yield from _changed(estimator, cheap | lora, devices)
     for ranks in (n for n in MORE_RANKS if n > devices.count):
-        yield from _changed(estimator, cheap | sharded, ranks)
-        yield from _changed(estimator, cheap | sharded | lora, ranks)
+        yield from _changed(estimator, cheap | sharded, devices, ranks)
+        yield from _changed(estimator, cheap | sharded | lora, devices, ranks)
 
 
 def _lora() -> dict[str, Any]:
     return {"storage": "shared_base", "lora": {"rank": 16}}
 
 
-def _changed(estimator: Estimator, changes: Mapping[str, Any], ranks: int) -> Iterator[Remedy]:
-    """The estimate of a changed recipe; nothing where the change cannot be."""
+def _changed(
+    estimator: Estimator, changes: Mapping[str, Any], devices: Devices, ranks: int | None = None
+) -> Iterator[Remedy]:
+    """The estimate of a changed recipe; nothing where the change cannot be.
+
+    Args:
+        estimator: of the recipe as it is.
+        changes: dotted keys and their values.
+        devices: those that there are.
+        ranks: if on more of them.
+    """
     values = estimator.recipe.model_dump(mode="json")
     for key, value in changes.items():
         section, *inner = key.split(".")
@@ -321,13 +335,13 @@ def _changed(estimator: Estimator, changes: Mapping[str, Any], ranks: int) -> It
         recipe = parse_recipe(values)
         rebuilt = any(not k.startswith(("runtime", "train", "parallel")) for k in changes)
         other = Estimator(recipe) if rebuilt else estimator
-        memory = other.on(ranks, recipe)
+        memory = other.on(ranks or devices.count, recipe)
     except UserError:
         return
-    words = " ".join(f"{key}={_write(value)}" for key, value in changes.items())
-    if ranks > 1 and ranks != estimator.recipe.launch.processes:
-        words = f"{words} on {ranks} GPUs".strip()
-    yield Remedy(words, ranks, memory)
+    words = [f"{key}={_write(value)}" for key, value in changes.items()]
+    if ranks is not None:
+        words.append(f"on {ranks} GPUs")
+    yield Remedy(" ".join(words), ranks or devices.count, memory)
 
 
 def _write(value: Any) -> str:

@@ -16,7 +16,13 @@ from fewstep.data.items import Items
 from fewstep.errors import UserError
 from fewstep.models.model import Model, Pretrained, empty_network
 from fewstep.parallel.ranks import SINGLE, Ranks
-from fewstep.parallel.sharding import Replicated, Sharding, build_sharding, spread
+from fewstep.parallel.sharding import (
+    Replicated,
+    Sharding,
+    build_sharding,
+    check_shard_size,
+    spread,
+)
 from fewstep.roles.optimizer import OptimizerSettings
 from fewstep.roles.role import DISCRIMINATOR, Roles, mark_trained
 from fewstep.roles.storage import Storage, build_independent, build_shared_base
@@ -98,6 +104,7 @@ def check_ranks(recipe: Recipe, ranks: Ranks) -> None:
             f"train.batch_size: {recipe.train.batch_size} is given for {ranks.size} ranks; each "
             f"needs a sample at least"
         )
+    check_shard_size(recipe.parallel, ranks.size)
 
 
 def build_roles(

@@ -67,16 +67,15 @@ def plan_memory(recipe: Recipe, devices: Devices | None) -> tuple[RenderableType
         What to print, and why the recipe cannot be run on the devices; None where it can.
 
     Raises:
-        UserError: where the structure of the network is not known.
+        UserError: where the structure of the network is not known, or the recipe cannot be divided
+            among the devices.
     """
     estimator = Estimator(recipe)
-    wanted = [devices.count] if devices is not None else [*USUAL]
-    counts = [n for n in wanted if n <= recipe.train.batch_size]
-    if not counts:
-        assert devices is not None
+    counts = [devices.count] if devices is not None else _usual(recipe)
+    if counts[0] > recipe.train.batch_size:
         raise UserError(
-            f"--gpus: {devices.count} are given, but train.batch_size is "
-            f"{recipe.train.batch_size}: each rank needs a sample at least"
+            f"{'parallel.shard_size' if devices is None else '--gpus'}: {counts[0]} are given, but "
+            f"train.batch_size is {recipe.train.batch_size}: each rank needs a sample at least"
         )
     memories = {n: estimator.on(n) for n in counts}
     parts: list[RenderableType] = [roles_table(estimator), "", ranks_table(recipe, memories)]
@@ -92,6 +91,12 @@ def plan_memory(recipe: Recipe, devices: Devices | None) -> tuple[RenderableType
     verdict = f"the recipe does not fit on {given}: {_shortage(memory, devices.bytes)}"
     parts.append(f"[bold red]Does not fit[/bold red] on {given}: {advice(estimator, devices)}")
     return Group(*parts), verdict
+
+
+def _usual(recipe: Recipe) -> list[int]:
+    """How many devices are shown where none are given."""
+    size = recipe.parallel.shard_size or 1
+    return [n for n in USUAL if n % size == 0 and n <= recipe.train.batch_size] or [size]
 
 
 def roles_table(estimator: Estimator) -> Table:

@@ -26,6 +26,7 @@ from fewstep.build import build_worker
 from fewstep.config import parse_recipe
 from fewstep.decoding import image_bytes
 from fewstep.errors import UserError
+from fewstep.launch.processes import check_launch
 from fewstep.memory import (
     GIGABYTE,
     Devices,
@@ -45,6 +46,7 @@ from fewstep.models.model import Model
 from fewstep.models.module import ModuleModel
 from fewstep.parallel.compute import recompute_in_backward
 from fewstep.parallel.ranks import SINGLE
+from fewstep.parallel.settings import LaunchSettings
 from fewstep.pretrained import load_weights, resolve_recipe
 from fewstep.training.loop import run_cycle
 
@@ -288,6 +290,33 @@ def test_a_recipe_for_one_process_is_sharded_over_more(make_recipe) -> None:
     assert spread_of(make_recipe("dmd2", copies), 4) == Spread("none", 4)
 
 
+@pytest.mark.parametrize(
+    ("batch", "micro", "ranks", "largest"),
+    [(32, None, 5, 7), (128, None, 6, 22), (32, 6, 5, 6), (5, 2, 2, 2), (5, 1, 4, 1)],
+)
+def test_the_fullest_rank_has_the_largest_share(
+    make_recipe, batch: int, micro: int | None, ranks: int, largest: int
+) -> None:
+    changes = {"train.batch_size": batch, "train.micro_batch_size": micro}
+    assert samples_of(make_recipe("dmd2", changes), ranks) == largest
+
+
+def test_shards_that_do_not_divide_the_devices_are_refused(make_recipe) -> None:
+    changes = {"train.batch_size": 8, "parallel": {"kind": "fsdp2", "shard_size": 4}}
+    recipe = make_recipe("dmd2", changes)
+    says = r"^parallel.shard_size: 4 does not divide the 6 ranks of this run$"
+    with pytest.raises(UserError, match=says):
+        memory_tables.plan_memory(recipe, Devices(6, 10**12))
+    with pytest.raises(UserError, match=says):
+        check_launch(recipe.model_copy(update={"launch": LaunchSettings(processes=6)}), False)
+    # Of 1, 2 and 8 devices the last alone can be shown.
+    shown, _ = memory_tables.plan_memory(recipe, None)
+    assert [column.header for column in shown.renderables[2].columns] == ["what", "8 GPUs, fsdp2"]
+    large = make_recipe("dmd2", {**changes, "train.batch_size": 2})
+    with pytest.raises(UserError, match=r"^parallel.shard_size: 4 are given, but train.batch_size"):
+        memory_tables.plan_memory(large, None)
+
+
 def test_networks_of_two_groups_are_counted_in_both(make_recipe) -> None:
     groups = {"critic": ["fake_score", "teacher_score"], "actor": ["student", "student_ema"]}
     changes = {"storage": "shared_base", "launch.kind": "ray", "cycle.order": "fake_score_first"}
@@ -454,11 +483,17 @@ def test_what_does_not_fit_is_told_what_would(wide) -> None:
     enough = wide(changes).on(2).total
     words = memory_tables.advice(wide(), Devices(2, enough))
     assert "Any one of these would make it fit:" in words
-    written = "train.micro_batch_size=1 parallel.reduce_each_micro_batch=true on 2 GPUs"
+    written = "train.micro_batch_size=1 parallel.reduce_each_micro_batch=true"
     assert f"  {written}: " in words
     assert re.search(r"^  on (4|8) GPUs: ", words, re.MULTILINE)
     for remedy in remedies(wide(), Devices(2, enough)):
         assert remedy.memory.total <= enough
+
+
+def test_more_devices_are_told_whatever_the_recipe_was_written_for(wide) -> None:
+    estimator = wide({"launch.processes": 4})
+    words = memory_tables.advice(estimator, Devices(2, estimator.on(4).total))
+    assert re.search(r"^  on 4 GPUs: ", words, re.MULTILINE)
 
 
 def test_changes_that_help_only_together_are_told_together(wide) -> None:

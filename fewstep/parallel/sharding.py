@@ -142,6 +142,15 @@ class DistributedData(Sharding):
             yield
 
 
+def check_shard_size(settings: ParallelSettings, ranks: int) -> None:
+    """Raise UserError where so many ranks cannot be divided into groups that share a copy."""
+    if ranks % (settings.shard_size or 1) != 0:
+        raise UserError(
+            f"parallel.shard_size: {settings.shard_size} does not divide the {ranks} ranks of this "
+            f"run"
+        )
+
+
 def build_sharding(
     settings: ParallelSettings, ranks: Ranks, compute_dtype: torch.dtype | None
 ) -> Sharding:
@@ -156,11 +165,7 @@ def build_sharding(
         return Replicated(ranks)
     if settings.kind == "ddp":
         return DistributedData(ranks)
-    size = settings.shard_size or ranks.size
-    if ranks.size % size != 0:
-        raise UserError(
-            f"parallel.shard_size: {size} does not divide the {ranks.size} ranks of this run"
-        )
+    check_shard_size(settings, ranks.size)
     if settings.kind == "fsdp1" and settings.cpu_offload and ranks.device.type == "cpu":
         raise UserError(
             "parallel.cpu_offload: fsdp1 offloads from an accelerator, but runtime.device is "
