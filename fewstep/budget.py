@@ -2,16 +2,19 @@
 
 from __future__ import annotations
 
+import copy
+import functools
 import os
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
-from functools import cached_property
 from pathlib import Path
-from typing import Any, final
+from typing import Any, TypeVar, final
 
 import torch
+from torch import nn
 
-from fewstep.activations import Kept, kept_by_forward
+from fewstep.activations import R1_PASSING, Kept, kept_by_exact_r1, kept_by_forward
 from fewstep.build import build_storage, seeded
 from fewstep.config import Recipe, parse_recipe
 from fewstep.decoding import image_bytes, weight_bytes
@@ -33,7 +36,7 @@ from fewstep.parallel.ranks import Ranks
 from fewstep.parallel.sharding import check_shard_size
 from fewstep.placement import groups_of, rollout_workers
 from fewstep.pretrained import resolve_recipe
-from fewstep.roles.role import FAKE_SCORE, STUDENT, mark_trained
+from fewstep.roles.role import DISCRIMINATOR, FAKE_SCORE, STUDENT, mark_trained
 from fewstep.roles.storage import Storage
 from fewstep.training.reduction import micro_batches
 
@@ -69,7 +72,10 @@ class Estimator:
             self.held[group] = held_tensors(storage, trained, self.model.blocks, roles, width)
             if STUDENT in roles:
                 self._student = storage
+            if DISCRIMINATOR in roles:
+                self._classifier = storage.networks[DISCRIMINATOR]
         self._kept: dict[tuple[int, bool, torch.dtype | None], Kept | None] = {}
+        self._kept_by_r1: dict[tuple[int, torch.dtype | None], int | None] = {}
 
     def _storage(self, roles: tuple[str, ...]) -> Storage:
         """Networks on the meta device; nothing is drawn from the caller's generator."""
@@ -93,7 +99,7 @@ class Estimator:
         # Other groups run the same networks on as many samples, and keep no more.
         memories[home] = replace(
             memories[home],
-            activations=kept and kept.activations(recompute, *passes_of(recipe)),
+            activations=self._activations(kept, samples, recipe),
             copies=0 if kept is None or spread.sharded else kept.copies(recompute),
         )
         memory, workers = memories[0], self._rollout_workers(ranks)
@@ -104,7 +110,7 @@ class Estimator:
         decoder, images = ((workers or 1) * size for size in self._decoding)
         return replace(memory, decoder=decoder, images=images)
 
-    @cached_property
+    @functools.cached_property
     def _decoding(self) -> tuple[int, int]:
         """Bytes of the weights that make images of samples, and of what comes and goes then."""
         if self.recipe.validation is None:
@@ -116,29 +122,59 @@ class Estimator:
             reason = str(error).splitlines()[0]
             raise UserError(f"model.pipeline: its vae cannot decode a sample: {reason}") from error
 
+    def _activations(self, kept: Kept | None, samples: int, recipe: Recipe) -> int | None:
+        """Of the phase that needs most; None where it cannot be counted."""
+        by_r1 = self.kept_by_exact_r1(samples, recipe)
+        if kept is None or by_r1 is None:
+            return None
+        recompute = recipe.runtime.activation_checkpointing
+        by_r1 = round((1 + R1_PASSING) * by_r1)
+        return max(by_r1, kept.activations(recompute, *passes_of(recipe)))
+
     def kept(self, samples: int, recipe: Recipe, sharded: bool) -> Kept | None:
         """What the student's forward pass keeps; None where it cannot be counted."""
         dtype, compute_dtype = recipe.runtime.torch_dtype, recipe.runtime.torch_compute_dtype
         key = (samples, sharded, compute_dtype)
         if key not in self._kept:
-            self._kept[key] = self._count(samples, sharded, dtype, compute_dtype)
+            # A sharded network is gathered in the dtype that it computes in.
+            own = compute_dtype if sharded and compute_dtype else dtype
+            with self._called_in(own) as network:
+                self._kept[key] = _counted(
+                    lambda: kept_by_forward(self.model, network, samples, dtype, compute_dtype)
+                )
         return self._kept[key]
 
-    def _count(
-        self, samples: int, sharded: bool, dtype: torch.dtype, compute_dtype: torch.dtype | None
-    ) -> Kept | None:
+    def kept_by_exact_r1(self, samples: int, recipe: Recipe) -> int | None:
+        """What the phase of a classifier keeps for exact R1; 0 without it, None: not known."""
+        classifier, runtime = recipe.classifier, recipe.runtime
+        if classifier is None or not _differentiates_twice(recipe):
+            return 0
+        dtype, compute_dtype = runtime.torch_dtype, runtime.torch_compute_dtype
+        key = (samples, compute_dtype)
+        if key not in self._kept_by_r1:
+            head = copy.deepcopy(self._classifier).to(dtype)
+            with self._called_in(dtype) as network:
+                trained = [p for p in network.parameters() if p.requires_grad]
+                network.requires_grad_(False)
+                self._kept_by_r1[key] = _counted(
+                    lambda: kept_by_exact_r1(
+                        self.model, network, head, classifier.blocks, samples, dtype, compute_dtype
+                    )
+                )
+                for parameter in trained:
+                    parameter.requires_grad_()
+        return self._kept_by_r1[key]
+
+    @contextmanager
+    def _called_in(self, dtype: torch.dtype) -> Iterator[nn.Module]:
+        """The student's network, with weights of this dtype, and its adapter in force."""
         network = self._student.networks[self._student.network_of(STUDENT)]
-        # A sharded network is gathered in the dtype that it computes in.
         weights = {n: p.dtype for n, p in network.named_parameters()}
-        own = compute_dtype if sharded and compute_dtype else dtype
         for parameter in network.parameters():
-            parameter.data = parameter.data.to(own)
+            parameter.data = parameter.data.to(dtype)
         self._student.activate(STUDENT)
         try:
-            return kept_by_forward(self.model, network, samples, dtype, compute_dtype)
-        except (RuntimeError, NotImplementedError, TypeError, ValueError):
-            # A network that looks at the values of its input: it can only be run.
-            return None
+            yield network
         finally:
             self._student.activate(None)
             for name, parameter in network.named_parameters():
@@ -157,6 +193,17 @@ class Estimator:
         name = self._student.network_of(STUDENT)
         mine = [h for h in self.held[group_of(self.groups, STUDENT)] if h.network == name]
         return whole_bytes(mine)
+
+
+T = TypeVar("T")
+
+
+def _counted(count: Callable[[], T]) -> T | None:
+    """What is counted; None for a network that looks at the values of its input."""
+    try:
+        return count()
+    except (RuntimeError, NotImplementedError, TypeError, ValueError):
+        return None
 
 
 def structure_of(recipe: Recipe) -> Model:
@@ -185,7 +232,8 @@ def structure_of(recipe: Recipe) -> Model:
 def spread_of(recipe: Recipe, ranks: int) -> Spread:
     """How a recipe's networks would be spread over so many ranks.
 
-    A recipe for one process that is given more shares its networks by FSDP2.
+    A recipe for one process that is given more shares its networks by FSDP2, where that can train
+    it.
 
     Raises:
         UserError: where they cannot be divided so.
@@ -193,7 +241,7 @@ def spread_of(recipe: Recipe, ranks: int) -> Spread:
     check_shard_size(recipe.parallel, ranks)
     parallel, kind = recipe.parallel, recipe.parallel.kind
     if kind == "none" and ranks > 1 and recipe.launch.processes == 1:
-        kind = "fsdp2"
+        kind = "none" if _differentiates_twice(recipe) else "fsdp2"
     sharded = kind in ("fsdp1", "fsdp2")
     size = (parallel.shard_size or ranks) if sharded else 1
     runtime = recipe.runtime
@@ -208,6 +256,12 @@ def spread_of(recipe: Recipe, ranks: int) -> Spread:
         gathered_width=width,
         whole_gradients=sharded and several and not parallel.reduce_each_micro_batch,
     )
+
+
+def _differentiates_twice(recipe: Recipe) -> bool:
+    """Whether a classifier is trained with exact R1, which sharded networks do not stand."""
+    r1 = recipe.classifier.r1 if recipe.classifier is not None else None
+    return r1 is not None and r1.kind == "exact"
 
 
 def passes_of(recipe: Recipe) -> tuple[int, int]:
@@ -289,6 +343,8 @@ def _single_changes(estimator: Estimator, devices: Devices) -> Iterator[Remedy]:
         if enough is not None and enough.memory.total <= devices.bytes:
             yield enough
             break
+    if _differentiates_twice(recipe):
+        yield from _changed(estimator, {"method.adversarial.r1.kind": "approximate"}, devices)
     if recipe.lora is None:
         yield from _changed(estimator, _lora(), devices)
     resolution = getattr(recipe.model, "resolution", None)
@@ -326,11 +382,8 @@ def _changed(
     """
     values = estimator.recipe.model_dump(mode="json")
     for key, value in changes.items():
-        section, *inner = key.split(".")
-        if inner:
-            values[section][inner[0]] = value
-        else:
-            values[section] = value
+        *sections, last = key.split(".")
+        functools.reduce(dict.__getitem__, sections, values)[last] = value
     try:
         recipe = parse_recipe(values)
         rebuilt = any(not k.startswith(("runtime", "train", "parallel")) for k in changes)

@@ -20,11 +20,12 @@ from torch import Tensor, nn
 from torch.autograd.graph import saved_tensors_hooks
 
 from fewstep import load_recipe, memory_tables
-from fewstep.activations import Kept, kept_by_forward
+from fewstep.activations import Kept, kept_by_exact_r1, kept_by_forward
 from fewstep.budget import Estimator, remedies, samples_of, spread_of, structure_of
 from fewstep.build import build_worker
 from fewstep.config import parse_recipe
 from fewstep.decoding import image_bytes
+from fewstep.diffusion.gan import exact_r1
 from fewstep.errors import UserError
 from fewstep.launch.processes import check_launch
 from fewstep.memory import (
@@ -40,9 +41,11 @@ from fewstep.memory import (
     rank_memory,
     unit_bytes,
 )
+from fewstep.models.block_features import FeatureExtractor, feature_widths, select_blocks
+from fewstep.models.classifier import ClassifierHead
 from fewstep.models.dit import DiT, DiTNetwork
 from fewstep.models.encoders import Decoder
-from fewstep.models.model import Model
+from fewstep.models.model import Denoiser, Model
 from fewstep.models.module import ModuleModel
 from fewstep.parallel.compute import recompute_in_backward
 from fewstep.parallel.ranks import SINGLE
@@ -135,7 +138,17 @@ def test_a_classifier_counts_for_the_role_that_it_is_trained_with(make_recipe, s
 
 def saved_bytes(model: Model, network: nn.Module, samples: int, inside: nn.Module) -> int:
     """Bytes that a real forward pass keeps, weights aside."""
-    weights = {t.untyped_storage().data_ptr() for t in (*inside.parameters(), *inside.buffers())}
+    x, condition = torch.randn(samples, *model.sample_shape), model.example_condition(samples)
+    return kept_by(lambda: model.forward(network, x, torch.rand(samples), condition), inside)
+
+
+def kept_by(compute: Callable[[], object], *inside: nn.Module) -> int:
+    """Bytes that autograd keeps of what is really computed, weights aside."""
+    weights = {
+        t.untyped_storage().data_ptr()
+        for network in inside
+        for t in (*network.parameters(), *network.buffers())
+    }
     kept: dict[int, torch.UntypedStorage] = {}
 
     def keep(tensor: Tensor) -> Tensor:
@@ -145,8 +158,7 @@ def saved_bytes(model: Model, network: nn.Module, samples: int, inside: nn.Modul
         return tensor
 
     with saved_tensors_hooks(keep, lambda tensor: tensor):
-        x, condition = torch.randn(samples, *model.sample_shape), model.example_condition(samples)
-        model.forward(network, x, torch.rand(samples), condition)
+        compute()
     return sum(storage.nbytes() for storage in kept.values())
 
 
@@ -196,6 +208,44 @@ def test_with_checkpointing_inputs_are_kept_and_one_block(deep_model) -> None:
     assert kept.activations(True, 1) == kept.checkpointed + kept.block
     assert kept.activations(False, 3) == kept.everything + 3 * kept.block
     assert kept.activations(True, 1, graphs=2) == 2 * kept.checkpointed + kept.block
+
+
+@pytest.mark.parametrize("name", [None, "transformer_blocks.4"])
+def test_what_exact_r1_keeps_is_counted_to_the_byte(deep_model, name: str | None) -> None:
+    names = None if name is None else [name]
+    network, model = deep_model.build_network().requires_grad_(False), deep_model
+    head = ClassifierHead(feature_widths(model, network, names))
+    x, sigma, condition = torch.randn(3, 2, 8, 8), torch.rand(3), model.example_condition(3)
+    denoiser = Denoiser(model, network, check_active=lambda: None)
+    features = FeatureExtractor(denoiser, select_blocks(model, network, names))
+
+    def differentiate() -> None:
+        exact_r1(lambda x: features(x, sigma, condition), lambda tokens: head(*tokens)[:, 0], x)
+
+    real = kept_by(differentiate, network, head)
+    with torch.device("meta"):
+        counted = empty(model).requires_grad_(False), ClassifierHead([16])
+    assert kept_by_exact_r1(model, *counted, names, 3, torch.float32) == real
+
+
+def test_exact_r1_counts_with_or_without_recomputing(make_recipe) -> None:
+    def estimated(kind: str, recompute: bool) -> Estimator:
+        head = {"r1": {"kind": kind, "weight": 1.0}}
+        changes = {"method.adversarial": head, "optimizers.discriminator": {"lr": 0.01}}
+        changes |= {"data.name": "custom", "runtime.activation_checkpointing": recompute}
+        changes |= {"model.network": {"sample_size": 32, "num_layers": 4}}
+        return Estimator(make_recipe("dmd2", changes))
+
+    def needed(kind: str, recompute: bool) -> int:
+        return estimated(kind, recompute).on(1).activations
+
+    assert needed("exact", True) == needed("exact", False) > needed("approximate", False)
+    assert needed("approximate", False) > needed("approximate", True)
+    enough = Devices(1, estimated("approximate", True).on(1).total)
+    found = [remedy.words for remedy in remedies(estimated("exact", True), enough)]
+    assert "method.adversarial.r1.kind=approximate" in found
+    # Networks that are sharded cannot be differentiated twice.
+    assert estimated("exact", True).on(2).units == 0 < estimated("approximate", True).on(2).units
 
 
 class Perceptron(nn.Module):
