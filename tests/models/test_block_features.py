@@ -49,6 +49,11 @@ def test_the_middle_block_is_the_default_and_widths_need_no_weights(dit_model: D
     assert feature_widths(points, points.student_network(teacher), None) == [6]
 
 
+@pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16])
+def test_widths_are_found_in_the_dtype_of_the_weights(dit_model: DiT, dtype: torch.dtype) -> None:
+    assert feature_widths(dit_model, dit_model.build_network().to(dtype), None) == [8]
+
+
 def test_an_unknown_block_is_named_with_those_that_exist() -> None:
     model = ModuleModel(Blocks, (2,))
     with pytest.raises(UserError) as caught:
