@@ -20,6 +20,7 @@ from fewstep.config import Recipe, load_recipe
 from fewstep.errors import UserError
 from fewstep.models import ModelSettings
 from fewstep.models.model import Model, Pretrained, SizedByWeights, empty_network, pretrained
+from fewstep.models.sd3 import SD3Settings
 from fewstep.parallel.ranks import CPU, SINGLE, Ranks
 from fewstep.parallel.sharding import Replicated, spread
 from fewstep.roles.role import STUDENT, TEACHER_SCORE, Roles
@@ -50,6 +51,8 @@ def find_checkpoint(directory: Path, which: Which | None) -> Path:
 def resolve_recipe(recipe: Recipe, resumed: Recipe | None = None) -> Recipe:
     """Fill in what is decided elsewhere: the network by the teacher's weights, the grid by steps.
 
+    So is the grid's shift where it is not given, and the weights are from a pipeline.
+
     Args:
         recipe: as it is given.
         resumed: the resolved one of a run that is gone on with. It knows the network of the same
@@ -58,10 +61,9 @@ def resolve_recipe(recipe: Recipe, resumed: Recipe | None = None) -> Recipe:
     Raises:
         UserError: where the weights do not exist or contradict the recipe.
     """
-    recipe = recipe.model_copy(update={"method": recipe.method.resolved()})
     settings = recipe.model
     if not isinstance(settings, SizedByWeights) or settings.weights is None:
-        return recipe
+        return recipe.model_copy(update={"method": recipe.method.resolved()})
     source = Path(settings.weights)
     trained: ModelSettings | None = None
     if resumed is not None and resumed.model.weights == settings.weights:
@@ -84,7 +86,20 @@ def resolve_recipe(recipe: Recipe, resumed: Recipe | None = None) -> Recipe:
         settings = trained.model_copy(update={key: getattr(settings, key) for key in anew})
     else:
         settings = settings.with_network_of(source)
-    return recipe.model_copy(update={"model": settings})
+    method = recipe.method.resolved(_schedule_shift(settings, resumed))
+    return recipe.model_copy(update={"model": settings, "method": method})
+
+
+def _schedule_shift(settings: ModelSettings, resumed: Recipe | None) -> float | None:
+    """Shift of the schedule in the pipeline that weights are from; None where there is none.
+
+    A run that is gone on with has it already; the pipeline may be gone.
+    """
+    if not isinstance(settings, SD3Settings) or settings.pipeline is None:
+        return None
+    if resumed is not None and resumed.model.weights == settings.weights:
+        return resumed.method.grid_shift
+    return settings.build().schedule_shift()
 
 
 def load_weights(recipe: Recipe, model: Model, ranks: Ranks = SINGLE) -> Pretrained:

@@ -23,7 +23,11 @@ class DMD2Settings(Settings):
 
     name: Literal["dmd2"] = "dmd2"
     steps: Annotated[int, Field(ge=1, le=8)] = Field(4, description="steps of the student")
-    shift: Annotated[float, Field(gt=0)] = Field(1.0, description="of the student's grid")
+    shift: Annotated[float, Field(gt=0)] = Field(
+        1.0,
+        description="of the student's grid; not given: that of the schedule in the teacher's "
+        "pipeline, if it has one",
+    )
     sigmas: tuple[Annotated[float, Field(gt=0, le=1)], ...] | None = Field(
         None, description="the grid itself; null: made from steps and shift"
     )
@@ -84,9 +88,21 @@ class DMD2Settings(Settings):
         head = self.adversarial
         return head if head is not None and head.generator_weight > 0 else None
 
-    def resolved(self) -> DMD2Settings:
-        """These settings with the grid written out, as they are stored."""
-        return self.model_copy(update={"sigmas": self.grid})
+    @property
+    def grid_shift(self) -> float:
+        """The shift of the grid."""
+        return self.shift
+
+    def resolved(self, schedule_shift: float | None = None) -> DMD2Settings:
+        """These settings with the grid written out, as they are stored.
+
+        Args:
+            schedule_shift: of the teacher's own schedule, for a grid whose shift is not given.
+        """
+        settings = self
+        if schedule_shift is not None and "shift" not in self.model_fields_set:
+            settings = self.model_copy(update={"shift": schedule_shift})
+        return settings.model_copy(update={"sigmas": settings.grid})
 
     def build(self) -> Method:
         """The method."""

@@ -31,7 +31,11 @@ class SamplingSettings(Settings):
     """How the trained teacher is sampled for validation, `sample` and `evaluate`."""
 
     steps: Steps = Field(50, description="of validation, `sample` and `evaluate`")
-    shift: Annotated[float, Field(gt=0)] = Field(1.0, description="of the grid, towards noise")
+    shift: Annotated[float, Field(gt=0)] = Field(
+        1.0,
+        description="of the grid, towards noise; not given: that of the schedule in the pipeline "
+        "that the weights are from, if they are from one",
+    )
     solver: Literal["euler", "heun"] = Field(
         "euler", description="euler: one call a step; heun: two, second order"
     )
@@ -52,9 +56,21 @@ class FlowMatchingSettings(Settings):
     )
     sampling: SamplingSettings = SamplingSettings()
 
-    def resolved(self) -> FlowMatchingSettings:
-        """These settings as they are stored."""
-        return self
+    @property
+    def grid_shift(self) -> float:
+        """The shift of the grid that is sampled on."""
+        return self.sampling.shift
+
+    def resolved(self, schedule_shift: float | None = None) -> FlowMatchingSettings:
+        """These settings as they are stored.
+
+        Args:
+            schedule_shift: of the weights' own schedule, for a grid whose shift is not given.
+        """
+        if schedule_shift is None or "shift" in self.sampling.model_fields_set:
+            return self
+        sampling = self.sampling.model_copy(update={"shift": schedule_shift})
+        return self.model_copy(update={"sampling": sampling})
 
     def build(self) -> Method:
         """The method."""

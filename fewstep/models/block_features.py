@@ -136,9 +136,7 @@ def feature_widths(model: Model, network: nn.Module, names: Sequence[str] | None
     }
     blocks = select_blocks(model, trial, names)
     with captured(blocks) as found, torch.no_grad():
-        _call_without_numbers(
-            lambda: model.forward(trial, x, x.new_zeros(2), condition)
-        )
+        _call_without_numbers(lambda: model.forward(trial, x, x.new_zeros(2), condition))
     return [int(model.block_features(found[name]).shape[-1]) for name in blocks]
 
 

@@ -25,7 +25,7 @@ from fewstep.models.sd3_files import (
     DOWNSCALE,
     check_pipeline,
     read_scheduler_config,
-    schedule_shift,
+    shift_of,
     transformer_directory,
 )
 from fewstep.models.sd3_network import NETWORK_CLASS, Positive, SD3Network, network_class
@@ -129,7 +129,7 @@ class SD3Settings(Settings):
         settings.build()
         return settings
 
-    def build(self) -> Model:
+    def build(self) -> SD3:
         """The adapter, without weights.
 
         Raises:
@@ -251,7 +251,7 @@ class SD3(Model):
         }
         return {k: torch.randn(count, *s, generator=generator) for k, s in shapes.items()}
 
-    def teacher_shift(self, resolution: int | None = None) -> float | None:
+    def schedule_shift(self, resolution: int | None = None) -> float | None:
         """Shift of the schedule that the pipeline samples with; None where there is no pipeline.
 
         Args:
@@ -265,7 +265,7 @@ class SD3(Model):
         directory = present_directory_of(self.settings.pipeline, "model.pipeline")
         size = resolution // DOWNSCALE if resolution is not None else self.sample_shape[-1]
         tokens = (size // self.config.patch_size) ** 2
-        return schedule_shift(read_scheduler_config(directory), tokens)
+        return shift_of(read_scheduler_config(directory), tokens)
 
     def prompt_encoder(self, device: torch.device, dtype: torch.dtype) -> PromptEncoder:
         """See `Model.prompt_encoder`: `text_encoder`, or the pipeline's three."""

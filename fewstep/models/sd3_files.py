@@ -71,7 +71,7 @@ def read_scheduler_config(directory: Path) -> dict[str, Any]:
     return config
 
 
-def schedule_shift(config: dict[str, Any], tokens: int) -> float:
+def shift_of(config: dict[str, Any], tokens: int) -> float:
     """The shift s of a flow-matching scheduler's sigmas: s t / (1 + (s - 1) t).
 
     A dynamic one (arXiv 2403.03206, section 5.3.2) depends on the number of tokens: diffusers

@@ -19,7 +19,7 @@ from fewstep.errors import UserError
 from fewstep.models.block_features import FeatureExtractor, feature_widths, select_blocks
 from fewstep.models.model import Denoiser
 from fewstep.models.sd3 import SD3, SD3Settings
-from fewstep.models.sd3_files import schedule_shift
+from fewstep.models.sd3_files import shift_of
 from fewstep.models.sd3_network import SD3Network
 from fewstep.parallel.compute import recompute_in_backward
 from fewstep.parallel.ranks import CPU
@@ -169,9 +169,9 @@ def test_a_teacher_that_predicts_something_else_is_refused(
 
 
 def test_the_teachers_shift_is_that_of_its_scheduler(pipeline: Path, copied: Path) -> None:
-    assert adapter(pipeline).teacher_shift() == 3.0
+    assert adapter(pipeline).schedule_shift() == 3.0
     edit(copied / "scheduler" / "scheduler_config.json", use_dynamic_shifting=True)
-    small, large = (adapter(copied).teacher_shift(r) for r in (64, 1024))
+    small, large = (adapter(copied).schedule_shift(r) for r in (64, 1024))
     assert small is not None
     assert large == pytest.approx(torch.e**1.15, rel=1e-6)
     # A line through (256, 0.5) and (4096, 1.15), at 16 tokens.
@@ -183,7 +183,7 @@ def test_a_dynamic_shift_gives_the_schedulers_own_sigmas(kind: str) -> None:
     config = {"use_dynamic_shifting": True, "time_shift_type": kind}
     scheduler = FlowMatchEulerDiscreteScheduler(**config)
     scheduler.set_timesteps(sigmas=[1.0, 0.6, 0.2], mu=0.5 + 0.65 * (1024 - 256) / 3840)
-    s, t = schedule_shift(config, 1024), torch.tensor([1.0, 0.6, 0.2])
+    s, t = shift_of(config, 1024), torch.tensor([1.0, 0.6, 0.2])
     torch.testing.assert_close(scheduler.sigmas[:3], s * t / (1 + (s - 1) * t))
 
 
@@ -325,12 +325,12 @@ def test_blocks_may_be_recomputed() -> None:
 # Recipes.
 
 
-def recipe(tmp_path: Path, model: dict[str, Any]) -> Any:
+def recipe(tmp_path: Path, model: dict[str, Any], method: dict[str, Any] | None = None) -> Any:
     return parse_recipe(
         {
             "run_dir": str(tmp_path / "run"),
             "model": {"family": "sd3", **model},
-            "method": {"name": "dmd2", "steps": 2},
+            "method": {"name": "dmd2", "steps": 2, **(method or {})},
             "optimizers": {"student": {"lr": 1e-3}, "fake_score": {"lr": 1e-3}},
             "train": {"cycles": 1, "batch_size": 2},
         }
@@ -377,7 +377,7 @@ def test_a_name_on_the_hub_is_downloaded(
     resolved = resolve_recipe(recipe(tmp_path, {"weights": "owner/sd-3.5"}))
     assert (resolved.model.network, resolved.model.pipeline) == (SIZE, "owner/sd-3.5")
     assert load_weights(resolved, resolved.model.build()).weights
-    assert resolved.model.build().teacher_shift() == 3.0
+    assert resolved.model.build().schedule_shift() == 3.0
     assert {name for name, _ in asked} == {"owner/sd-3.5"}
     assert "text_encoder_3/*" in asked[0][1]["allow_patterns"]
     assert {options["revision"] for _, options in asked} == {None}
@@ -385,6 +385,42 @@ def test_a_name_on_the_hub_is_downloaded(
     resolved = resolve_recipe(recipe(tmp_path, {"weights": "owner/sd-3.5@refs/pr/7"}))
     assert resolved.model.pipeline == "owner/sd-3.5@refs/pr/7"
     assert {(name, o["revision"]) for name, o in asked} == {("owner/sd-3.5", "refs/pr/7")}
+
+
+@pytest.mark.parametrize(
+    ("method", "grid"),
+    [
+        ({}, (1.0, 0.75)),
+        ({"shift": 1.0}, (1.0, 0.5)),
+        ({"sigmas": [0.9, 0.4]}, (0.9, 0.4)),
+        ({"sigmas": None}, (1.0, 0.75)),
+    ],
+)
+def test_a_shift_that_is_not_given_is_that_of_the_teachers_schedule(
+    copied: Path, tmp_path: Path, method: dict[str, Any], grid: tuple[float, ...]
+) -> None:
+    given = recipe(tmp_path, {"weights": str(copied)}, method)
+    resolved = resolve_recipe(given)
+    assert resolved.method.build().sampler().sigmas == grid
+    assert resolve_recipe(resolved) == resolved
+    # It is gone on with without the pipeline.
+    shutil.move(copied / "scheduler", copied / "gone")
+    assert resolve_recipe(given, resolved) == resolved
+
+
+def test_a_teacher_is_sampled_by_its_own_schedule_unless_it_is_told_another(copied: Path) -> None:
+    edit(copied / "scheduler" / "scheduler_config.json", use_dynamic_shifting=True)
+    own = adapter(copied).schedule_shift()
+    for sampling, shift in (({"steps": 8}, own), ({"shift": 2.0}, 2.0)):
+        values = {
+            "run_dir": "run",
+            "model": {"family": "sd3", "weights": str(copied)},
+            "data": {"name": "images", "files": ["images"], "encoded": "encoded"},
+            "method": {"name": "flow_matching", "sampling": sampling},
+            "optimizers": {"student": {"lr": 1e-3}},
+            "train": {"cycles": 1, "batch_size": 2},
+        }
+        assert resolve_recipe(parse_recipe(values)).method.sampling.shift == shift
 
 
 def test_a_hub_out_of_reach_says_what_to_do(
@@ -406,7 +442,7 @@ def test_a_directory_that_is_not_there_is_named_with_its_key(tmp_path: Path) -> 
     for use in (
         lambda: model.prompt_encoder(CPU, torch.float32),
         lambda: model.autoencoder(CPU, torch.float32),
-        model.teacher_shift,
+        model.schedule_shift,
     ):
         with pytest.raises(UserError, match=f"^model.pipeline: {nowhere} is not a directory"):
             use()
