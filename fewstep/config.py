@@ -357,6 +357,9 @@ def describe_problem(problem: dict[str, Any]) -> str:
         field, known = UNIONS[location[0]]
         given = (problem.get("input") or {}).get(field)
         return f"{key}.{field}: {given!r} is not one of {', '.join(known)}"
+    if problem["type"] == "too_short":
+        least, given = problem["ctx"]["min_length"], problem["ctx"]["actual_length"]
+        return f"{key}: has {given} entries; it needs at least {least}"
     message = problem["msg"].removeprefix("Value error, ").removeprefix("Input should be ")
     message = PLAIN_WORDS.get(message, message)
     if problem["type"] == "value_error":

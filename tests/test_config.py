@@ -105,6 +105,11 @@ def test_what_is_needed_and_missing_is_named(recipe_values, key) -> None:
     assert f"  {key}: is missing" in problem(values)
 
 
+def test_a_list_that_is_too_short_is_refused_in_words(recipe_values) -> None:
+    text = problem(recipe_values("dmd2", {"method.adversarial": {"blocks": []}}))
+    assert "  method.adversarial.blocks: has 0 entries; it needs at least 1" in text
+
+
 def test_all_problems_are_listed_at_once(recipe_values) -> None:
     text = problem(recipe_values("dmd2", {"seed": -1, "train.cycles": 0, "method.stepz": 4}))
     assert len(text.splitlines()) == 4

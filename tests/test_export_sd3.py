@@ -170,6 +170,9 @@ def test_called_by_default_it_gives_our_images_on_exactly_the_trained_grid(
     assert "step" not in vars(pipeline.scheduler)
     with pytest.raises(ValueError, match="trained for 3 steps"):
         pipeline(list(PROMPTS), num_inference_steps=28)
+    seen.clear()
+    pipeline(PROMPTS[0], sigmas=None)  # the stock class's own default
+    assert seen == pytest.approx(TIMESTEPS, abs=1e-3)
 
 
 @pytest.mark.parametrize("name", ["whole", "adapter"])

@@ -54,7 +54,8 @@ class FewStepPipeline(StableDiffusion3Pipeline):
     @torch.no_grad()
     def __call__(self, prompt=None, *, generator=None, **options):
         """As the stock pipeline; `generator` also makes the noise of the steps after the first."""
-        options.setdefault("sigmas", list(self.config.sigmas))
+        if options.get("sigmas") is None:
+            options["sigmas"] = list(self.config.sigmas)
         steps = options.setdefault("num_inference_steps", len(options["sigmas"]))
         if steps != len(options["sigmas"]):
             raise ValueError(f"this student was trained for {len(options['sigmas'])} steps")

@@ -20,7 +20,7 @@ class CycleSettings(Settings):
         "student_first", description="which role is trained first in a cycle"
     )
     warmup_cycles: Annotated[int, Field(ge=0)] = Field(
-        0, description="first cycles that train the fake score only"
+        0, description="first cycles that train all but the student"
     )
     fake_batches: Literal["fresh", "reuse_student"] = Field(
         "fresh",
