@@ -1,27 +1,26 @@
-"""Whether a recipe fits into the memory there is, and what would make it fit."""
+"""How much memory a recipe needs, and how much there is."""
 
 from __future__ import annotations
 
 import copy
 import functools
 import os
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
-from typing import Any, TypeVar, final
+from typing import TypeVar, final
 
 import torch
 from torch import nn
 
 from fewstep.activations import R1_PASSING, Kept, kept_by_exact_r1, kept_by_forward
 from fewstep.build import build_storage, seeded
-from fewstep.config import Recipe, parse_recipe
+from fewstep.config import Recipe
 from fewstep.decoding import image_bytes, weight_bytes
 from fewstep.errors import UserError
 from fewstep.grouping import group_of
 from fewstep.memory import (
-    Devices,
     Held,
     RankMemory,
     Spread,
@@ -40,7 +39,6 @@ from fewstep.roles.role import DISCRIMINATOR, FAKE_SCORE, STUDENT, mark_trained
 from fewstep.roles.storage import Storage
 from fewstep.training.reduction import micro_batches
 
-MORE_RANKS = (2, 4, 8, 16, 32, 64)
 CPU = torch.device("cpu")
 
 
@@ -147,7 +145,7 @@ class Estimator:
     def kept_by_exact_r1(self, samples: int, recipe: Recipe) -> int | None:
         """What the phase of a classifier keeps for exact R1; 0 without it, None: not known."""
         classifier, runtime = recipe.classifier, recipe.runtime
-        if classifier is None or not _differentiates_twice(recipe):
+        if classifier is None or not differentiates_twice(recipe):
             return 0
         dtype, compute_dtype = runtime.torch_dtype, runtime.torch_compute_dtype
         key = (samples, compute_dtype)
@@ -241,7 +239,7 @@ def spread_of(recipe: Recipe, ranks: int) -> Spread:
     check_shard_size(recipe.parallel, ranks)
     parallel, kind = recipe.parallel, recipe.parallel.kind
     if kind == "none" and ranks > 1 and recipe.launch.processes == 1:
-        kind = "none" if _differentiates_twice(recipe) else "fsdp2"
+        kind = "none" if differentiates_twice(recipe) else "fsdp2"
     sharded = kind in ("fsdp1", "fsdp2")
     size = (parallel.shard_size or ranks) if sharded else 1
     runtime = recipe.runtime
@@ -258,7 +256,7 @@ def spread_of(recipe: Recipe, ranks: int) -> Spread:
     )
 
 
-def _differentiates_twice(recipe: Recipe) -> bool:
+def differentiates_twice(recipe: Recipe) -> bool:
     """Whether a classifier is trained with exact R1, which sharded networks do not stand."""
     r1 = recipe.classifier.r1 if recipe.classifier is not None else None
     return r1 is not None and r1.kind == "exact"
@@ -288,119 +286,6 @@ def samples_of(recipe: Recipe, ranks: int) -> int:
     count = min(ranks, batch)
     every = (Ranks(rank, count, CPU, grouped=False) for rank in range(count))
     return max(len(part.rows) for one in every for part in micro_batches(batch, one, size))
-
-
-@final
-@dataclass(frozen=True)
-class Remedy:
-    """A change of a recipe that needs less memory.
-
-    Attributes:
-        words: what it is, in the words of a recipe.
-        ranks: how many ranks there are then.
-        memory: of the fullest one.
-    """
-
-    words: str
-    ranks: int
-    memory: RankMemory
-
-
-def remedies(estimator: Estimator, devices: Devices) -> list[Remedy]:
-    """Changes after which a recipe fits; each is enough by itself.
-
-    The cheap ones together stand for one where none of them is enough.
-    """
-    found = [r for r in _single_changes(estimator, devices) if r.memory.total <= devices.bytes]
-    if found:
-        return found
-    together = [r for r in _joint_changes(estimator, devices) if r.memory.total <= devices.bytes]
-    return together[:1]
-
-
-def _cheap_changes(recipe: Recipe) -> list[dict[str, Any]]:
-    """Those that change no result but by rounding, and need no more devices."""
-    changes: list[dict[str, Any]] = []
-    if not recipe.runtime.activation_checkpointing:
-        changes.append({"runtime.activation_checkpointing": True})
-    if recipe.runtime.compute_dtype is None and recipe.runtime.dtype == "float32":
-        changes.append({"runtime.compute_dtype": "bfloat16"})
-    if (recipe.train.micro_batch_size or recipe.train.batch_size) > 1:
-        one = {"train.micro_batch_size": 1}
-        # Else whole gradients would add up over the micro-batches.
-        each = {"parallel.reduce_each_micro_batch": True} if recipe.parallel.sharded else {}
-        changes.append(one | each)
-    return changes
-
-
-def _single_changes(estimator: Estimator, devices: Devices) -> Iterator[Remedy]:
-    recipe = estimator.recipe
-    for change in _cheap_changes(recipe):
-        yield from _changed(estimator, change, devices)
-    for ranks in (n for n in MORE_RANKS if n > devices.count):
-        sharded = {} if recipe.parallel.sharded else {"parallel.kind": "fsdp2"}
-        enough = next(_changed(estimator, sharded, devices, ranks), None)
-        if enough is not None and enough.memory.total <= devices.bytes:
-            yield enough
-            break
-    if _differentiates_twice(recipe):
-        yield from _changed(estimator, {"method.adversarial.r1.kind": "approximate"}, devices)
-    if recipe.lora is None:
-        yield from _changed(estimator, _lora(), devices)
-    resolution = getattr(recipe.model, "resolution", None)
-    if resolution is not None:
-        yield from _changed(estimator, {"model.resolution": resolution // 2}, devices)
-
-
-def _joint_changes(estimator: Estimator, devices: Devices) -> Iterator[Remedy]:
-    recipe, cheap = estimator.recipe, dict[str, Any]()
-    for change in _cheap_changes(recipe):
-        cheap |= change
-    lora = _lora() if recipe.lora is None else {}
-    sharded = {} if recipe.parallel.sharded else {"parallel.kind": "fsdp2"}
-    yield from _changed(estimator, cheap, devices)
-    yield from _changed(estimator, cheap | lora, devices)
-    for ranks in (n for n in MORE_RANKS if n > devices.count):
-        yield from _changed(estimator, cheap | sharded, devices, ranks)
-        yield from _changed(estimator, cheap | sharded | lora, devices, ranks)
-
-
-def _lora() -> dict[str, Any]:
-    return {"storage": "shared_base", "lora": {"rank": 16}}
-
-
-def _changed(
-    estimator: Estimator, changes: Mapping[str, Any], devices: Devices, ranks: int | None = None
-) -> Iterator[Remedy]:
-    """The estimate of a changed recipe; nothing where the change cannot be.
-
-    Args:
-        estimator: of the recipe as it is.
-        changes: dotted keys and their values.
-        devices: those that there are.
-        ranks: if on more of them.
-    """
-    values = estimator.recipe.model_dump(mode="json")
-    for key, value in changes.items():
-        *sections, last = key.split(".")
-        functools.reduce(dict.__getitem__, sections, values)[last] = value
-    try:
-        recipe = parse_recipe(values)
-        rebuilt = any(not k.startswith(("runtime", "train", "parallel")) for k in changes)
-        other = Estimator(recipe) if rebuilt else estimator
-        memory = other.on(ranks or devices.count, recipe)
-    except UserError:
-        return
-    words = [f"{key}={_write(value)}" for key, value in changes.items()]
-    if ranks is not None:
-        words.append(f"on {ranks} GPUs")
-    yield Remedy(" ".join(words), ranks or devices.count, memory)
-
-
-def _write(value: Any) -> str:
-    if isinstance(value, dict):
-        return "{" + ", ".join(f"{k}: {v}" for k, v in value.items()) + "}"
-    return str(value).lower() if isinstance(value, bool) else str(value)
 
 
 def memory_there_is(device: torch.device) -> int | None:

@@ -13,10 +13,8 @@ from rich.table import Table
 
 from fewstep.budget import (
     Estimator,
-    Remedy,
     least_bytes,
     memory_there_is,
-    remedies,
     samples_of,
     spread_of,
 )
@@ -33,6 +31,7 @@ from fewstep.memory import (
 )
 from fewstep.models.model import Model
 from fewstep.parallel.ranks import Ranks
+from fewstep.remedies import Remedy, remedies
 
 USUAL = (1, 2, 8)
 MEGABYTE = 10**6

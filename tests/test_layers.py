@@ -42,6 +42,7 @@ LAYERS = (
         "decoding",
         "memory",
         "budget",
+        "remedies",
         "memory_tables",
         # Below what writes exports, which needs diffusers and PEFT: sampling starts sooner.
         "export_description",

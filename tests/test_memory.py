@@ -21,7 +21,7 @@ from torch.autograd.graph import saved_tensors_hooks
 
 from fewstep import load_recipe, memory_tables
 from fewstep.activations import Kept, kept_by_exact_r1, kept_by_forward
-from fewstep.budget import Estimator, remedies, samples_of, spread_of, structure_of
+from fewstep.budget import Estimator, samples_of, spread_of, structure_of
 from fewstep.build import build_worker
 from fewstep.config import parse_recipe
 from fewstep.decoding import image_bytes
@@ -51,6 +51,7 @@ from fewstep.parallel.compute import recompute_in_backward
 from fewstep.parallel.ranks import SINGLE
 from fewstep.parallel.settings import LaunchSettings
 from fewstep.pretrained import load_weights, resolve_recipe
+from fewstep.remedies import remedies
 from fewstep.training.loop import run_cycle
 
 ROOT = Path(__file__).parents[1]
