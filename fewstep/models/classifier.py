@@ -40,26 +40,12 @@ class ClassifierHead(nn.Module):
 
 
 @final
-class _Norm(nn.LayerNorm):
-    """In the dtype of its input, whatever its weights were gathered in.
-
-    FSDP gathers them in the dtype that matrix products are in, and autocast sees to that for norms
-    on CUDA alone.
-    """
-
-    def forward(self, x: Tensor) -> Tensor:
-        """[..., D] -> [..., D]."""
-        weight, bias = self.weight.to(x.dtype), self.bias.to(x.dtype)
-        return nn.functional.layer_norm(x, self.normalized_shape, weight, bias, self.eps)
-
-
-@final
 class _Reader(nn.Module):
     """From the tokens of one block to one vector: each is read alone, then they are averaged."""
 
     def __init__(self, width: int, hidden: int) -> None:
         super().__init__()
-        self.norm = _Norm(width)
+        self.norm = nn.LayerNorm(width)
         self.enter = nn.Linear(width, hidden)
         self.weigh = nn.Linear(hidden, 1, bias=False)
 

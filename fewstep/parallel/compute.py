@@ -12,7 +12,7 @@ from functools import partial
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 
@@ -35,6 +35,22 @@ def compute_in(network: nn.Module, dtype: torch.dtype, device_type: str) -> None
     Unlike casting every input, this leaves the timestep exact: 999.3 has no bfloat16.
     """
     network.forward = partial(_autocast, network.forward, dtype, device_type)
+    if device_type == "cpu":
+        # FSDP gathers a norm's weights in `dtype`; autocast sees to those on accelerators alone.
+        for module in network.modules():
+            if type(module) in (nn.LayerNorm, nn.GroupNorm):
+                module.forward = partial(_norm, module)
+
+
+def _norm(norm: Any, x: Tensor) -> Tensor:
+    """A LayerNorm or GroupNorm whose weights may be in a lower precision than its input."""
+    weight, bias = (
+        None if p is None else p.to(torch.promote_types(p.dtype, x.dtype))
+        for p in (norm.weight, norm.bias)
+    )
+    if isinstance(norm, nn.GroupNorm):
+        return nn.functional.group_norm(x, norm.num_groups, weight, bias, norm.eps)
+    return nn.functional.layer_norm(x, norm.normalized_shape, weight, bias, norm.eps)
 
 
 def _autocast(

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 
+import pytest
 import torch
 from torch import nn
 
@@ -49,6 +50,18 @@ def test_a_copy_computes_with_weights_of_its_own() -> None:
     x = torch.ones(1, 2, requires_grad=True)
     assert copied(x).eq(0).all()
     assert network.state_dict().keys() == {"0.weight", "0.bias"}
+
+
+@pytest.mark.parametrize("norm", [nn.LayerNorm(4), nn.LayerNorm(4, bias=False), nn.GroupNorm(2, 4)])
+def test_a_norm_stands_weights_that_were_gathered_in_lower_precision(norm: nn.Module) -> None:
+    network, x = nn.Sequential(norm), torch.randn(3, 4)
+    for parameter in norm.parameters():
+        nn.init.normal_(parameter)
+    with torch.no_grad():
+        rounded = copy.deepcopy(network).bfloat16().float()(x)
+    compute_in(network.bfloat16(), torch.bfloat16, "cpu")
+    for each in (network, copy.deepcopy(network)):
+        torch.testing.assert_close(each(x), rounded, rtol=0, atol=0)
 
 
 def test_bfloat16_is_close_and_keeps_weights_and_samples_in_float32(make_recipe, tmp_path) -> None:
