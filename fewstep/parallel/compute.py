@@ -42,15 +42,15 @@ def compute_in(network: nn.Module, dtype: torch.dtype, device_type: str) -> None
                 module.forward = partial(_norm, module)
 
 
-def _norm(norm: Any, x: Tensor) -> Tensor:
+def _norm(norm: Any, input: Tensor) -> Tensor:
     """A LayerNorm or GroupNorm whose weights may be in a lower precision than its input."""
     weight, bias = (
-        None if p is None else p.to(torch.promote_types(p.dtype, x.dtype))
+        None if p is None else p.to(torch.promote_types(p.dtype, input.dtype))
         for p in (norm.weight, norm.bias)
     )
     if isinstance(norm, nn.GroupNorm):
-        return nn.functional.group_norm(x, norm.num_groups, weight, bias, norm.eps)
-    return nn.functional.layer_norm(x, norm.normalized_shape, weight, bias, norm.eps)
+        return nn.functional.group_norm(input, norm.num_groups, weight, bias, norm.eps)
+    return nn.functional.layer_norm(input, norm.normalized_shape, weight, bias, norm.eps)
 
 
 def _autocast(

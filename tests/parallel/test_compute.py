@@ -62,6 +62,7 @@ def test_a_norm_stands_weights_that_were_gathered_in_lower_precision(norm: nn.Mo
     compute_in(network.bfloat16(), torch.bfloat16, "cpu")
     for each in (network, copy.deepcopy(network)):
         torch.testing.assert_close(each(x), rounded, rtol=0, atol=0)
+        torch.testing.assert_close(each[0](input=x), rounded, rtol=0, atol=0)
 
 
 def test_bfloat16_is_close_and_keeps_weights_and_samples_in_float32(make_recipe, tmp_path) -> None:
