@@ -34,7 +34,7 @@ from fewstep.models.sd3 import SD3Settings
 from fewstep.parallel.ranks import Ranks
 from fewstep.parallel.sharding import check_shard_size
 from fewstep.placement import groups_of, rollout_workers
-from fewstep.pretrained import resolve_recipe
+from fewstep.pretrained import resolve_model
 from fewstep.roles.role import DISCRIMINATOR, FAKE_SCORE, STUDENT, mark_trained
 from fewstep.roles.storage import Storage
 from fewstep.training.reduction import micro_batches
@@ -214,7 +214,7 @@ def structure_of(recipe: Recipe) -> Model:
     if settings.weights is None:
         return settings.build()
     if Path(settings.weights).exists():
-        return resolve_recipe(recipe).model.build()
+        return resolve_model(recipe).build()
     # Not even its name is looked up on a hub: a plan needs no connection.
     if getattr(settings, "network", None) is None:
         raise UserError(

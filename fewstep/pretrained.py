@@ -19,6 +19,7 @@ from fewstep.checkpoint import (
 from fewstep.config import Recipe, load_recipe
 from fewstep.errors import UserError
 from fewstep.models import ModelSettings
+from fewstep.models.files import exported_shift
 from fewstep.models.model import Model, Pretrained, SizedByWeights, empty_network, pretrained
 from fewstep.models.sd3 import SD3Settings
 from fewstep.parallel.ranks import CPU, SINGLE, Ranks
@@ -51,7 +52,8 @@ def find_checkpoint(directory: Path, which: Which | None) -> Path:
 def resolve_recipe(recipe: Recipe, resumed: Recipe | None = None) -> Recipe:
     """Fill in what is decided elsewhere: the network by the teacher's weights, the grid by steps.
 
-    So is the grid's shift where it is not given, and the weights are from a pipeline.
+    A grid of which neither sigmas nor shift are given has the shift that the weights are sampled
+    with: that of their run, or of the schedule in their pipeline.
 
     Args:
         recipe: as it is given.
@@ -59,11 +61,19 @@ def resolve_recipe(recipe: Recipe, resumed: Recipe | None = None) -> Recipe:
             weights, which are not looked at then: they may be gone.
 
     Raises:
-        UserError: where the weights do not exist or contradict the recipe.
+        UserError: where the weights do not exist or contradict the recipe, or their schedule is
+            needed and cannot be read.
     """
+    settings, method = resolve_model(recipe, resumed), recipe.method
+    shift = None if method.grid_given else _own_shift(settings, resumed)
+    return recipe.model_copy(update={"model": settings, "method": method.resolved(shift)})
+
+
+def resolve_model(recipe: Recipe, resumed: Recipe | None = None) -> ModelSettings:
+    """The part of `resolve_recipe` that is about the network."""
     settings = recipe.model
     if not isinstance(settings, SizedByWeights) or settings.weights is None:
-        return recipe.model_copy(update={"method": recipe.method.resolved()})
+        return settings
     source = Path(settings.weights)
     trained: ModelSettings | None = None
     if resumed is not None and resumed.model.weights == settings.weights:
@@ -83,23 +93,25 @@ def resolve_recipe(recipe: Recipe, resumed: Recipe | None = None) -> Recipe:
                     f"model.{key} is {given!r}, but {source} was trained with {value!r}"
                 )
         anew = settings.model_fields_set & settings.chosen_anew
-        settings = trained.model_copy(update={key: getattr(settings, key) for key in anew})
-    else:
-        settings = settings.with_network_of(source)
-    method = recipe.method.resolved(_schedule_shift(settings, resumed))
-    return recipe.model_copy(update={"model": settings, "method": method})
+        return trained.model_copy(update={key: getattr(settings, key) for key in anew})
+    return settings.with_network_of(source)
 
 
-def _schedule_shift(settings: ModelSettings, resumed: Recipe | None) -> float | None:
-    """Shift of the schedule in the pipeline that weights are from; None where there is none.
+def _own_shift(settings: ModelSettings, resumed: Recipe | None) -> float | None:
+    """Shift of the grid that weights are sampled on; None where there are none, or none is known.
 
-    A run that is gone on with has it already; the pipeline may be gone.
+    A run that is gone on with has taken it over; the weights may be gone.
     """
-    if not isinstance(settings, SD3Settings) or settings.pipeline is None:
+    if not isinstance(settings, SizedByWeights) or settings.weights is None:
         return None
     if resumed is not None and resumed.model.weights == settings.weights:
         return resumed.method.grid_shift
-    return settings.build().schedule_shift()
+    source = Path(settings.weights)
+    if is_run_directory(source):
+        return load_recipe(source / RECIPE).method.grid_shift
+    if isinstance(settings, SD3Settings) and settings.pipeline is not None:
+        return settings.build().schedule_shift()
+    return exported_shift(source)
 
 
 def load_weights(recipe: Recipe, model: Model, ranks: Ranks = SINGLE) -> Pretrained:

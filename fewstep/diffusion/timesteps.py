@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import math
+from collections.abc import Sequence
+
 import torch
 from torch import Tensor
 
@@ -30,6 +33,19 @@ def few_step_grid(steps: int, shift: float = 1.0) -> tuple[float, ...]:
         raise ValueError(f"shift is {shift}: it must be positive")
     linear = torch.linspace(1, 0, steps + 1, dtype=torch.float64, device="cpu")[:-1]
     return tuple(shift_sigma(linear, shift).tolist())
+
+
+def shift_of_grid(sigmas: Sequence[float]) -> float | None:
+    """The shift s of which `few_step_grid` makes these sigmas; None where none does.
+
+    A single step is the same with any: 1.
+    """
+    shift, steps = 1.0, len(sigmas)
+    if steps > 1 and 0 < sigmas[1] < 1:
+        # It multiplies sigma / (1 - sigma), which is steps - 1 for the second of equal steps.
+        shift = float(f"{sigmas[1] / (1 - sigmas[1]) / (steps - 1):.9g}")
+    pairs = zip(few_step_grid(steps, shift), sigmas, strict=True)
+    return shift if all(math.isclose(a, b, rel_tol=1e-6) for a, b in pairs) else None
 
 
 def uniform_sigma(

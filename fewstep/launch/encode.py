@@ -21,7 +21,7 @@ from fewstep.launch.trials import check_device
 from fewstep.models.model import Model
 from fewstep.parallel.failures import Reached, telling_others
 from fewstep.parallel.ranks import launched_ranks, leave
-from fewstep.pretrained import resolve_recipe
+from fewstep.pretrained import resolve_model
 from fewstep.sampling import cpu_threads
 
 SHOWN = 10
@@ -61,7 +61,7 @@ def encode(
     ):
         check_device(recipe.runtime.device)
         ranks = join_ranks(recipe)
-        model = model or resolve_recipe(recipe).model.build()
+        model = model or resolve_model(recipe).build()
         ranks.tell(lambda: take(settings, lock))
         dtype = recipe.runtime.torch_dtype
         return encode_data(

@@ -25,8 +25,8 @@ class DMD2Settings(Settings):
     steps: Annotated[int, Field(ge=1, le=8)] = Field(4, description="steps of the student")
     shift: Annotated[float, Field(gt=0)] = Field(
         1.0,
-        description="of the student's grid; not given: that of the schedule in the teacher's "
-        "pipeline, if it has one",
+        description="of the student's grid; not given: the one that the teacher is sampled with, "
+        "in its run or by its pipeline",
     )
     sigmas: tuple[Annotated[float, Field(gt=0, le=1)], ...] | None = Field(
         None, description="the grid itself; null: made from steps and shift"
@@ -93,15 +93,14 @@ class DMD2Settings(Settings):
         """The shift of the grid."""
         return self.shift
 
-    def resolved(self, schedule_shift: float | None = None) -> DMD2Settings:
-        """These settings with the grid written out, as they are stored.
+    @property
+    def grid_given(self) -> bool:
+        """Whether the recipe says what the grid is, but for its steps."""
+        return self.sigmas is not None or "shift" in self.model_fields_set
 
-        Args:
-            schedule_shift: of the teacher's own schedule, for a grid whose shift is not given.
-        """
-        settings = self
-        if schedule_shift is not None and "shift" not in self.model_fields_set:
-            settings = self.model_copy(update={"shift": schedule_shift})
+    def resolved(self, shift: float | None = None) -> DMD2Settings:
+        """These settings with the grid written out, as they are stored; with a shift if given."""
+        settings = self if shift is None else self.model_copy(update={"shift": shift})
         return settings.model_copy(update={"sigmas": settings.grid})
 
     def build(self) -> Method:

@@ -33,8 +33,8 @@ class SamplingSettings(Settings):
     steps: Steps = Field(50, description="of validation, `sample` and `evaluate`")
     shift: Annotated[float, Field(gt=0)] = Field(
         1.0,
-        description="of the grid, towards noise; not given: that of the schedule in the pipeline "
-        "that the weights are from, if they are from one",
+        description="of the grid, towards noise; not given: the one that the weights are sampled "
+        "with, in their run or by their pipeline",
     )
     solver: Literal["euler", "heun"] = Field(
         "euler", description="euler: one call a step; heun: two, second order"
@@ -61,15 +61,16 @@ class FlowMatchingSettings(Settings):
         """The shift of the grid that is sampled on."""
         return self.sampling.shift
 
-    def resolved(self, schedule_shift: float | None = None) -> FlowMatchingSettings:
-        """These settings as they are stored.
+    @property
+    def grid_given(self) -> bool:
+        """Whether the recipe says what the grid is, but for its steps."""
+        return "shift" in self.sampling.model_fields_set
 
-        Args:
-            schedule_shift: of the weights' own schedule, for a grid whose shift is not given.
-        """
-        if schedule_shift is None or "shift" in self.sampling.model_fields_set:
+    def resolved(self, shift: float | None = None) -> FlowMatchingSettings:
+        """These settings as they are stored; with a shift if given."""
+        if shift is None:
             return self
-        sampling = self.sampling.model_copy(update={"shift": schedule_shift})
+        sampling = self.sampling.model_copy(update={"shift": shift})
         return self.model_copy(update={"sampling": sampling})
 
     def build(self) -> Method:

@@ -11,6 +11,7 @@ from pydantic import ValidationError
 from safetensors import SafetensorError, safe_open
 from torch import Tensor, nn
 
+from fewstep.diffusion.timesteps import shift_of_grid
 from fewstep.errors import UserError
 from fewstep.models.model import Pretrained, empty_network
 from fewstep.settings import Settings
@@ -63,6 +64,27 @@ def read_config(file: Path, class_name: str | None = None) -> dict[str, Any]:
     if class_name not in (None, found):
         raise UserError(f"{file} describes a {found}, where a {class_name} is needed")
     return config
+
+
+def exported_shift(directory: Path) -> float | None:
+    """Shift of the grid that an export of Fewstep is sampled on; None for any other directory.
+
+    The scheduler of an export has none: it is given the sigmas themselves.
+
+    Raises:
+        UserError: where the sigmas are no shifted grid.
+    """
+    index = directory / "model_index.json"
+    sigmas = read_config(index).get("sigmas") if index.is_file() else None
+    if not sigmas:
+        return None
+    shift = shift_of_grid(sigmas)
+    if shift is None:
+        raise UserError(
+            f"the shift of the grid is not given, and {directory} is sampled on {sigmas}, which no "
+            f"shift makes; give it in the recipe"
+        )
+    return shift
 
 
 def settings_from(kind: type[Checked], values: Mapping[str, Any], file: Path) -> Checked:

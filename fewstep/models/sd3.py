@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+import math
 from pathlib import Path as FilePath
 from typing import Annotated, Any, ClassVar, Literal, cast, final
 
@@ -14,6 +15,7 @@ from fewstep.diffusion.paths import RectifiedFlow
 from fewstep.errors import UserError
 from fewstep.models.encoders import Autoencoder, Decoder, Encoding, PromptEncoder
 from fewstep.models.files import (
+    exported_shift,
     load_opened_network,
     open_diffusers_network,
     read_network_config,
@@ -23,6 +25,7 @@ from fewstep.models.hub import directory_of, present_directory_of
 from fewstep.models.model import Condition, Model, Pretrained
 from fewstep.models.sd3_files import (
     DOWNSCALE,
+    SCHEDULER,
     check_pipeline,
     read_scheduler_config,
     shift_of,
@@ -263,9 +266,22 @@ class SD3(Model):
         if self.settings.pipeline is None:
             return None
         directory = present_directory_of(self.settings.pipeline, "model.pipeline")
+        exported = exported_shift(directory)
+        if exported is not None:
+            return exported
         size = resolution // DOWNSCALE if resolution is not None else self.sample_shape[-1]
         tokens = (size // self.config.patch_size) ** 2
-        return shift_of(read_scheduler_config(directory), tokens)
+        config = read_scheduler_config(directory)
+        try:
+            shift = shift_of(config, tokens)
+        except (TypeError, ValueError, ArithmeticError):
+            shift = math.nan
+        if not 0 < shift < math.inf:
+            raise UserError(
+                f"{directory / SCHEDULER} says no shift above 0 for {tokens} tokens; give "
+                f"method.shift (method.sampling.shift of flow_matching), or mend it"
+            )
+        return shift
 
     def prompt_encoder(self, device: torch.device, dtype: torch.dtype) -> PromptEncoder:
         """See `Model.prompt_encoder`: `text_encoder`, or the pipeline's three."""

@@ -9,6 +9,7 @@ from typing import Any
 from fewstep.errors import UserError
 from fewstep.models.files import read_config
 
+SCHEDULER = Path("scheduler") / "scheduler_config.json"
 # Pixels of an image for each entry of a latent, along each side.
 DOWNSCALE = 8
 # vae/config.json of Stable Diffusion 3 and 3.5, all of which have the same: 83,819,683 parameters.
@@ -61,7 +62,7 @@ def read_scheduler_config(directory: Path) -> dict[str, Any]:
     Raises:
         UserError: where there is none, or it is for networks that do not predict velocity.
     """
-    config = read_config(directory / "scheduler" / "scheduler_config.json")
+    config = read_config(directory / SCHEDULER)
     name, kind = config.get("_class_name"), config.get("prediction_type", "flow_prediction")
     if not str(name).startswith("FlowMatch") or kind != "flow_prediction":
         raise UserError(

@@ -9,6 +9,7 @@ from hypothesis import strategies as st
 from fewstep.diffusion.timesteps import (
     few_step_grid,
     logit_normal_sigma,
+    shift_of_grid,
     shift_sigma,
     uniform_sigma,
 )
@@ -75,3 +76,17 @@ def test_logit_normal_sigmas_are_the_formula() -> None:
     assert logit_normal_sigma(z, 0.5, 2.0).tolist() == pytest.approx(expected)
     shifted = [3 * e / (1 + 2 * e) for e in expected]
     assert logit_normal_sigma(z, 0.5, 2.0, 3.0).tolist() == pytest.approx(shifted)
+
+
+@pytest.mark.parametrize("steps", [2, 4, 50])
+@pytest.mark.parametrize("shift", [0.4, 1.0, 3.0, 3.158192909])
+def test_the_shift_of_a_grid_is_found(steps: int, shift: float) -> None:
+    assert shift_of_grid(few_step_grid(steps, shift)) == shift
+
+
+@pytest.mark.parametrize(
+    ("sigmas", "shift"),
+    [([1.0], 1.0), ([0.9], None), ([0.9, 0.3], None), ([1, 1], None), ([1, 0.9, 0.5], None)],
+)
+def test_sigmas_that_are_no_shifted_grid_have_no_shift(sigmas: list[float], shift: float) -> None:
+    assert shift_of_grid(sigmas) == shift

@@ -14,7 +14,7 @@ from safetensors.torch import load_file
 from sd3_pipeline import TINY_SD3, tiny_pipeline, write_tiny_pipeline
 from torch import Tensor
 
-from fewstep.config import parse_recipe
+from fewstep.config import dump_recipe, parse_recipe
 from fewstep.errors import UserError
 from fewstep.models.block_features import FeatureExtractor, feature_widths, select_blocks
 from fewstep.models.model import Denoiser
@@ -23,7 +23,7 @@ from fewstep.models.sd3_files import shift_of
 from fewstep.models.sd3_network import SD3Network
 from fewstep.parallel.compute import recompute_in_backward
 from fewstep.parallel.ranks import CPU
-from fewstep.pretrained import load_weights, resolve_recipe
+from fewstep.pretrained import load_weights, resolve_model, resolve_recipe
 from fewstep.roles.storage import SharedBase
 
 SIZE = SD3Network(**{k: v for k, v in TINY_SD3.items() if k != "out_channels"})
@@ -406,6 +406,59 @@ def test_a_shift_that_is_not_given_is_that_of_the_teachers_schedule(
     # It is gone on with without the pipeline.
     shutil.move(copied / "scheduler", copied / "gone")
     assert resolve_recipe(given, resolved) == resolved
+
+
+@pytest.mark.parametrize(
+    "scheduler",
+    [
+        *({"shift": wrong} for wrong in (None, "abc", 0, -1, float("inf"))),
+        {"use_dynamic_shifting": True, "base_shift": None},
+        {"use_dynamic_shifting": True, "max_image_seq_len": 256},
+    ],
+)
+def test_a_schedule_without_a_usable_shift_is_named_where_it_is_needed(
+    copied: Path, tmp_path: Path, scheduler: dict[str, Any]
+) -> None:
+    file = copied / "scheduler" / "scheduler_config.json"
+    edit(file, **scheduler)
+    given = {"weights": str(copied)}
+    with pytest.raises(UserError, match=f"^{file} says no shift above 0 for .* give method.shift"):
+        resolve_recipe(recipe(tmp_path, given))
+    resolve_model(recipe(tmp_path, given))  # as for a plan
+    for method in ({"shift": 2.0}, {"sigmas": [1.0, 0.5]}):
+        resolve_recipe(recipe(tmp_path, given, method))
+
+
+def test_weights_of_a_run_bring_its_grid_and_so_does_its_export(
+    copied: Path, tmp_path: Path
+) -> None:
+    teacher = tmp_path / "teacher"
+    teacher.mkdir()
+    sampling = {"steps": 4, "shift": 5.0}
+    trained = parse_recipe(
+        {
+            "run_dir": str(teacher),
+            "model": {"family": "sd3", "weights": str(copied)},
+            "data": {"name": "images", "files": ["images"], "encoded": "encoded"},
+            "method": {"name": "flow_matching", "sampling": sampling},
+            "optimizers": {"student": {"lr": 1e-3}},
+            "train": {"cycles": 1, "batch_size": 2},
+        }
+    )
+    trained = resolve_recipe(trained)
+    (teacher / "recipe.yaml").write_text(dump_recipe(trained))
+    edit(copied / "model_index.json", sigmas=list(trained.method.build().sampler().sigmas))
+    edit(copied / "scheduler" / "scheduler_config.json", shift=1.0)
+    for weights in (copied, teacher):
+        resolved = resolve_recipe(recipe(tmp_path, {"weights": str(weights)}))
+        assert resolved.method.shift == 5.0
+        assert resolved.method.sigmas == pytest.approx((1.0, 5 / 6), rel=1e-12)
+    edit(copied / "model_index.json", sigmas=[0.9, 0.3])
+    with pytest.raises(UserError, match="which no shift makes; give it in the recipe"):
+        resolve_recipe(recipe(tmp_path, {"weights": str(copied)}))
+    # The pipeline is not needed for a run of its own weights.
+    shutil.rmtree(copied)
+    assert resolve_recipe(recipe(tmp_path, {"weights": str(teacher)})).method.shift == 5.0
 
 
 def test_a_teacher_is_sampled_by_its_own_schedule_unless_it_is_told_another(copied: Path) -> None:
