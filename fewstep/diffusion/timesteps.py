@@ -43,7 +43,7 @@ def shift_of_grid(sigmas: Sequence[float]) -> float | None:
     shift, steps = 1.0, len(sigmas)
     if steps > 1 and 0 < sigmas[1] < 1:
         # It multiplies sigma / (1 - sigma), which is steps - 1 for the second of equal steps.
-        shift = float(f"{sigmas[1] / (1 - sigmas[1]) / (steps - 1):.9g}")
+        shift = float(f"{sigmas[1] / (1 - sigmas[1]) / (steps - 1):.12g}")
     pairs = zip(few_step_grid(steps, shift), sigmas, strict=True)
     return shift if all(math.isclose(a, b, rel_tol=1e-6) for a, b in pairs) else None
 

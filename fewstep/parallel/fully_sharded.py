@@ -93,16 +93,18 @@ class FullySharded2(Sharding):
 
     def shard(self, storage: Storage, name: str, blocks: Blocks, filler: Filler) -> None:
         """See `Sharding.shard`."""
-        network = storage.networks[name]
+        network, options = storage.networks[name], dict(self._options)
+        if name in storage.heads:
+            options.pop("mp_policy", None)
         check_shardable(network, "fsdp2")
         for path, block in separate_blocks(network, blocks).items():
             filler.fill(block, f"{path}.")
-            fully_shard(block, **self._options)
+            fully_shard(block, **options)
             filler.close(block)
         filler.fill(network)
         # The root too is cut again after its forward pass: a copy that lives on would go stale
         # when another network's update changes it (student_ema, after a validation).
-        fully_shard(network, **self._options)
+        fully_shard(network, **options)
         storage.bind(name, network.state_dict(keep_vars=True))
 
     def accumulating(self, storage: Storage, role: str, last: bool) -> AbstractContextManager[None]:
@@ -175,7 +177,9 @@ class FullySharded1(Sharding):
 
     def shard(self, storage: Storage, name: str, blocks: Blocks, filler: Filler) -> None:
         """See `Sharding.shard`."""
-        network = storage.networks[name]
+        network, options = storage.networks[name], dict(self._options)
+        if name in storage.heads:
+            options.pop("mixed_precision", None)
         check_shardable(network, "fsdp1")
         with warnings.catch_warnings():
             # It warns of what is meant here: frozen and trained weights in one row.
@@ -184,13 +188,13 @@ class FullySharded1(Sharding):
             for path, block in separate_blocks(network, blocks).items():
                 filler.fill(block, f"{path}.")
                 self._remember_shapes(block)
-                wrapped = FSDP1(block, **self._options)
+                wrapped = FSDP1(block, **options)
                 network.set_submodule(path, wrapped)
                 filler.close(wrapped)
             filler.fill(network)
             self._remember_shapes(network)
-            inner = FSDP1(network, **self._options)
-            self._roots[name] = FSDP1(_Outside(inner), **self._options)
+            inner = FSDP1(network, **options)
+            self._roots[name] = FSDP1(_Outside(inner), **options)
         storage.bind(name, _named_tensors(network))
         self._measure(list(network.parameters()))
 

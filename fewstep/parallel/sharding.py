@@ -194,14 +194,15 @@ def spread(
         weights: values of what is on the meta device, by its name in the plain network; None
             where a checkpoint follows.
         dtype: of the weights.
-        compute_dtype: of matrix products, where it is another.
+        compute_dtype: of matrix products, where it is another; not of heads, whose small
+            differences count (approximate R1).
         recompute: keep only the blocks' inputs for the backward pass.
     """
     for name, network in storage.networks.items():
         parts = blocks if name not in storage.heads else _no_blocks
         if recompute:
             recompute_in_backward(dict.fromkeys(parts(network).values()))
-        if compute_dtype is not None:
+        if compute_dtype is not None and name not in storage.heads:
             compute_in(network, compute_dtype, sharding.ranks.device.type)
         filler = Filler(sharding.ranks, dtype, weights, storage.source_key)
         sharding.shard(storage, name, parts, filler)

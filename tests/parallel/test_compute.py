@@ -8,8 +8,11 @@ import pytest
 import torch
 from torch import nn
 
+from fewstep.build import build_worker
+from fewstep.data.dataset import Dataset
 from fewstep.launch.local import train
 from fewstep.parallel.compute import compute_in, recompute_in_backward
+from fewstep.pretrained import load_weights, resolve_recipe
 
 
 class Counting(nn.Linear):
@@ -81,3 +84,18 @@ def test_bfloat16_is_close_and_keeps_weights_and_samples_in_float32(make_recipe,
     full, half = losses("full", None), losses("half", "bfloat16")
     assert full != half
     assert torch.allclose(torch.tensor(half), torch.tensor(full), rtol=0.05)
+
+
+def test_a_classifier_tells_apart_what_lower_precision_would_not(make_recipe) -> None:
+    changes = {"runtime.compute_dtype": "bfloat16", "data.name": "custom"}
+    changes |= {"method.adversarial": {}, "optimizers.discriminator": {"lr": 0.01}}
+    recipe = resolve_recipe(make_recipe("dmd2", changes))
+    model = recipe.model.build()
+    images = Dataset(torch.randn(4, *model.sample_shape), torch.zeros(4, dtype=torch.int64))
+    roles = build_worker(recipe, model, images, load_weights(recipe, model)).roles
+    head, network = roles.head("discriminator", False), roles.storage.networks["discriminator"]
+    tokens = torch.randn(2, 4, network.readers[0].norm.normalized_shape[0])
+    moved, exact = tokens + 1e-3 * torch.randn_like(tokens), copy.deepcopy(network).double()
+    found = (head(moved) - head(tokens)).double()
+    expected = exact(moved.double()) - exact(tokens.double())
+    torch.testing.assert_close(found, expected, rtol=1e-2, atol=1e-7)
