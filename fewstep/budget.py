@@ -92,14 +92,16 @@ class Estimator:
         spread, samples = spread_of(recipe, ranks), samples_of(recipe, ranks)
         kept = self.kept(samples, recipe, spread.sharded)
         recompute = recipe.runtime.activation_checkpointing
-        memories = [rank_memory(held, spread) for held in self.held.values()]
-        home = list(self.groups).index(group_of(self.groups, STUDENT))
-        # Other groups run the same networks on as many samples, and keep no more.
-        memories[home] = replace(
-            memories[home],
-            activations=self._activations(kept, samples, recipe),
-            copies=0 if kept is None or spread.sharded else kept.copies(recompute),
-        )
+        # Groups run the same networks on as many samples: what the student's phase keeps, others
+        # keep at most. Exact R1 is its classifier's alone.
+        memories = [
+            replace(
+                rank_memory(held, spread),
+                activations=self._activations(kept, group, samples, recipe),
+                copies=0 if kept is None or spread.sharded else kept.copies(recompute),
+            )
+            for group, held in self.held.items()
+        ]
         memory, workers = memories[0], self._rollout_workers(ranks)
         if len(memories) > 1 or workers:
             rollout = workers * self._student_bytes()
@@ -120,9 +122,12 @@ class Estimator:
             reason = str(error).splitlines()[0]
             raise UserError(f"model.pipeline: its vae cannot decode a sample: {reason}") from error
 
-    def _activations(self, kept: Kept | None, samples: int, recipe: Recipe) -> int | None:
-        """Of the phase that needs most; None where it cannot be counted."""
-        by_r1 = self.kept_by_exact_r1(samples, recipe)
+    def _activations(
+        self, kept: Kept | None, group: str, samples: int, recipe: Recipe
+    ) -> int | None:
+        """Of the phase of a group that needs most; None where it cannot be counted."""
+        classifies = DISCRIMINATOR in self.groups[group]
+        by_r1 = self.kept_by_exact_r1(samples, recipe) if classifies else 0
         if kept is None or by_r1 is None:
             return None
         recompute = recipe.runtime.activation_checkpointing

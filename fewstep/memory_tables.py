@@ -159,8 +159,8 @@ def advice(estimator: Estimator, devices: Devices) -> str:
         lines += [one, *(f"  {_describe(remedy, devices)}" for remedy in found)]
     else:
         lines.append(
-            "Neither activation checkpointing, bfloat16, one sample at a time, LoRA nor 64 GPUs "
-            "would make it fit; take a smaller network or larger devices"
+            "Activation checkpointing, bfloat16, one sample at a time, LoRA and 64 GPUs together "
+            "would not make it fit; take a smaller network or larger devices"
         )
     return "\n".join(lines)
 

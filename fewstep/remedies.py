@@ -13,6 +13,8 @@ from fewstep.errors import UserError
 from fewstep.memory import Devices, RankMemory
 
 MORE_RANKS = (2, 4, 8, 16, 32, 64)
+SHARDED = {"parallel.kind": "fsdp2"}
+APPROXIMATE = {"method.adversarial.r1.kind": "approximate"}
 
 
 @final
@@ -62,14 +64,13 @@ def _single_changes(estimator: Estimator, devices: Devices) -> Iterator[Remedy]:
     recipe = estimator.recipe
     for change in _cheap_changes(recipe):
         yield from _changed(estimator, change, devices)
-    for ranks in (n for n in MORE_RANKS if n > devices.count):
-        sharded = {} if recipe.parallel.sharded else {"parallel.kind": "fsdp2"}
-        enough = next(_changed(estimator, sharded, devices, ranks), None)
+    for ranks in _spread_over(recipe, devices):
+        enough = next(_changed(estimator, _sharded(recipe), devices, ranks), None)
         if enough is not None and enough.memory.total <= devices.bytes:
             yield enough
             break
     if differentiates_twice(recipe):
-        yield from _changed(estimator, {"method.adversarial.r1.kind": "approximate"}, devices)
+        yield from _changed(estimator, APPROXIMATE, devices)
     if recipe.lora is None:
         yield from _changed(estimator, _lora(), devices)
     resolution = getattr(recipe.model, "resolution", None)
@@ -81,13 +82,27 @@ def _joint_changes(estimator: Estimator, devices: Devices) -> Iterator[Remedy]:
     recipe, cheap = estimator.recipe, dict[str, Any]()
     for change in _cheap_changes(recipe):
         cheap |= change
+    if differentiates_twice(recipe):
+        cheap |= APPROXIMATE
     lora = _lora() if recipe.lora is None else {}
-    sharded = {} if recipe.parallel.sharded else {"parallel.kind": "fsdp2"}
+    sharded = cheap | _sharded(recipe)
     yield from _changed(estimator, cheap, devices)
     yield from _changed(estimator, cheap | lora, devices)
-    for ranks in (n for n in MORE_RANKS if n > devices.count):
-        yield from _changed(estimator, cheap | sharded, devices, ranks)
-        yield from _changed(estimator, cheap | sharded | lora, devices, ranks)
+    for ranks in _spread_over(recipe, devices):
+        yield from _changed(estimator, sharded, devices, ranks)
+        yield from _changed(estimator, sharded | lora, devices, ranks)
+
+
+def _spread_over(recipe: Recipe, devices: Devices) -> Iterator[int | None]:
+    """Numbers of ranks to shard the networks over; None: as many as there are devices."""
+    if devices.count > 1 and not recipe.parallel.sharded:
+        yield None
+    yield from (n for n in MORE_RANKS if n > devices.count)
+
+
+def _sharded(recipe: Recipe) -> dict[str, Any]:
+    """What shards the networks, if they are not."""
+    return {} if recipe.parallel.sharded else SHARDED
 
 
 def _lora() -> dict[str, Any]:

@@ -230,11 +230,11 @@ def test_what_exact_r1_keeps_is_counted_to_the_byte(deep_model, name: str | None
 
 
 def test_exact_r1_counts_with_or_without_recomputing(make_recipe) -> None:
-    def estimated(kind: str, recompute: bool) -> Estimator:
+    def estimated(kind: str, recompute: bool, more: dict[str, Any] | None = None) -> Estimator:
         head = {"r1": {"kind": kind, "weight": 1.0}}
         changes = {"method.adversarial": head, "optimizers.discriminator": {"lr": 0.01}}
         changes |= {"data.name": "custom", "runtime.activation_checkpointing": recompute}
-        changes |= {"model.network": {"sample_size": 32, "num_layers": 4}}
+        changes |= {"model.network": {"sample_size": 32, "num_layers": 4}, **(more or {})}
         return Estimator(make_recipe("dmd2", changes))
 
     def needed(kind: str, recompute: bool) -> int:
@@ -245,6 +245,10 @@ def test_exact_r1_counts_with_or_without_recomputing(make_recipe) -> None:
     enough = Devices(1, estimated("approximate", True).on(1).total)
     found = [remedy.words for remedy in remedies(estimated("exact", True), enough)]
     assert "method.adversarial.r1.kind=approximate" in found
+    cheap = {"runtime.compute_dtype": "bfloat16", "train.micro_batch_size": 1}
+    enough = Devices(1, estimated("approximate", True, cheap).on(1).total)
+    (joint,) = remedies(estimated("exact", False), enough)
+    assert joint.words.endswith("train.micro_batch_size=1 method.adversarial.r1.kind=approximate")
     # Networks that are sharded cannot be differentiated twice.
     assert estimated("exact", True).on(2).units == 0 < estimated("approximate", True).on(2).units
 
@@ -366,6 +370,27 @@ def test_shards_that_do_not_divide_the_devices_are_refused(make_recipe) -> None:
     large = make_recipe("dmd2", {**changes, "train.batch_size": 2})
     with pytest.raises(UserError, match=r"^parallel.shard_size: 4 are given, but train.batch_size"):
         memory_tables.plan_memory(large, None)
+
+
+def test_exact_r1_counts_for_the_group_that_classifies(make_recipe) -> None:
+    scores = ["fake_score", "teacher_score", "discriminator"]
+    head = {"r1": {"kind": "exact", "weight": 1.0}}
+    changes = {
+        "method.adversarial": head,
+        "optimizers.discriminator": {"lr": 0.01},
+        "data.name": "custom",
+        "model.network": {"sample_size": 32, "num_layers": 4},
+        "launch.kind": "ray",
+        "cycle.order": "fake_score_first",
+        "placement.offload": True,
+        "placement.groups": {"critic": scores, "actor": ["student", "student_ema"]},
+    }
+    estimator = Estimator(make_recipe("dmd2", changes))
+    memory, critic = estimator.on(1), estimator.held["critic"]
+    # With one group awake at a time, what needs most is the critic with all that it holds.
+    assert memory.activations > estimator.kept_by_exact_r1(2, estimator.recipe)
+    held = sum(h.bytes for h in critic if h.role is not None and not h.trained)
+    assert memory.frozen == held > 0
 
 
 def test_networks_of_two_groups_are_counted_in_both(make_recipe) -> None:
@@ -547,6 +572,13 @@ def test_more_devices_are_told_whatever_the_recipe_was_written_for(wide) -> None
     assert re.search(r"^  on 4 GPUs: ", words, re.MULTILINE)
 
 
+def test_networks_that_are_not_sharded_may_be_over_the_devices_there_are(wide) -> None:
+    copies = wide({"parallel.kind": "none", "launch.processes": 4})
+    words = memory_tables.advice(copies, Devices(4, wide().on(4).total))
+    assert re.search(r"^  parallel.kind=fsdp2: ", words, re.MULTILINE)
+    assert " GPUs: " not in words
+
+
 def test_changes_that_help_only_together_are_told_together(wide) -> None:
     together = {
         "runtime.activation_checkpointing": True,
@@ -564,7 +596,7 @@ def test_changes_that_help_only_together_are_told_together(wide) -> None:
 
 def test_what_nothing_helps_is_told_so(wide) -> None:
     words = memory_tables.advice(wide(), Devices(16, GIGABYTE))
-    assert "Neither activation checkpointing" in words
+    assert "LoRA and 64 GPUs together would not make it fit" in words
 
 
 def test_a_network_that_looks_at_values_has_unknown_activations(make_recipe) -> None:
