@@ -16,6 +16,7 @@ from fewstep.models.sd3 import SD3
 from fewstep.models.sd3_files import DOWNSCALE, transformer_directory
 from fewstep.pipeline import TEMPLATES
 from fewstep.pretrained import is_run_directory
+from fewstep.roles.role import TEACHER_SCORE
 from fewstep.roles.storage import SharedBase
 from fewstep.run import Run
 
@@ -86,30 +87,44 @@ _ADAPTER_TOO = """
 `transformer/` has the adapter merged; `lora/` holds it alone, for `load_lora_weights` on $teacher:
 that reads `pytorch_lora_weights.safetensors`.
 """
+_DISTILLED = """Distilled with Fewstep (role `$role`, after cycle $cycle). It samples in $steps
+network calls, on the sigmas that it was trained on, without guidance: a higher `guidance_scale`, or
+other sigmas, spoil its images."""
+_TRAINED = """Trained with Fewstep on data (role `$role`, after cycle $cycle). What follows samples
+it in $steps steps, as it was validated; with other sigmas, and guided, it is like any network of
+its kind."""
 
 
 def dit_readme(run: Run, role: str, spec: SamplerSpec, form: ExportFormat) -> str:
     """How to sample a class-conditional student."""
     return Template((TEMPLATES / "export_readme.md").read_text()).substitute(
-        steps=spec.steps,
+        **_nature(run, role, spec),
         sigmas=list(spec.sigmas),
-        role=role,
-        cycle=run.cycle,
         adapter=_DIT_ADAPTER if isinstance(run.roles.storage, SharedBase) else "",
     )
 
 
 def sd3_readme(run: Run, role: str, spec: SamplerSpec, form: ExportFormat) -> str:
     """How to sample a text-to-image student, as a model card."""
-    base = run.recipe.model.weights
     return Template((TEMPLATES / "export_readme_sd3.md").read_text()).substitute(
-        steps=spec.steps,
-        base=f"`{base}`" if base is not None else "a network of its own",
-        role=role,
-        cycle=run.cycle,
+        **_nature(run, role, spec),
         usage=_usage(run, spec, form),
         recipe=dump_recipe(run.recipe),
     )
+
+
+def _nature(run: Run, role: str, spec: SamplerSpec) -> dict[str, str]:
+    """What an export is: a student, or a network that was trained on data."""
+    base, distilled = run.recipe.model.weights, TEACHER_SCORE in run.recipe.roles
+    what = Template(_DISTILLED if distilled else _TRAINED).substitute(
+        role=role, cycle=run.cycle, steps=spec.steps
+    )
+    title = f"A {spec.steps}-step student of" if distilled else "A network trained from"
+    return {
+        "title": f"{title} `{base}`" if base is not None else title.rpartition(" ")[0],
+        "what": what.replace("\n", " "),
+        "tags": "few-step, distillation" if distilled else "flow-matching",
+    }
 
 
 def _usage(run: Run, spec: SamplerSpec, form: ExportFormat) -> str:

@@ -223,6 +223,19 @@ def test_an_exported_lora_loads_in_diffusers_with_every_key_and_gives_our_output
     assert "unexpected" not in output.lower()
 
 
+def test_a_readme_says_whether_it_is_of_a_student(make_recipe, ten_images, tmp_path) -> None:
+    for method, title, said in (
+        ("dmd2", "# A 2-step student\n", "Distilled with Fewstep (role `student_ema`, after"),
+        ("flow_matching", "# A network trained\n", "Trained with Fewstep on data (role `student"),
+    ):
+        recipe = make_recipe(method, {"run_dir": str(tmp_path / method), "data.name": "custom"})
+        run = fewstep.train(recipe, data=ten_images)
+        text = (export_run(run, tmp_path / f"{method}_export") / "README.md").read_text()
+        assert title in text
+        assert said in text
+        assert ("spoil" in text or "without guidance" in text) == (method == "dmd2")
+
+
 # Samples that are not finite, and replacing.
 
 
