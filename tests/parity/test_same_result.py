@@ -153,8 +153,9 @@ def test_losses_weights_and_samples_are_those_of_one_process(
     assert len(expected["losses"]) >= CYCLES
     if case.changes.get("runtime.dtype") == "float32":
         # Adam turns rounding into sign flips where gradients vanish: weights are not compared.
-        lowered = "runtime.compute_dtype" in case.changes
-        assert largest_difference(expected, found, "losses")[0] < (1e-2 if lowered else 1e-4)
+        # So does bfloat16, whose 8 bits round biases and norms too where weights are gathered.
+        tolerance = 0.1 if "runtime.compute_dtype" in case.changes else 1e-4
+        assert largest_difference(expected, found, "losses")[0] < tolerance
         return
     assert torch.equal(expected["counters"], found["counters"])
     skipped = ~torch.isfinite(expected["losses"])
