@@ -183,7 +183,7 @@ def describe_loss(error: Exception, size: int, timeout_seconds: int, reached: Re
     noticed = losses(size, own)
     names = ", ".join(str(rank) for rank in range(size) if rank not in noticed)
     # The first to have waited long enough closes its connections, and the others lose it.
-    late = [reason for reason in (own, *noticed.values()) if TIMED_OUT.search(reason)]
+    late = [reason for reason in noticed.values() if TIMED_OUT.search(reason)]
     if late:
         within = f"within {timeout_seconds} s (launch.timeout_seconds)"
         found = f"rank {names}: no answer {within}" if names else f"ranks did not meet {within}"
@@ -198,7 +198,7 @@ def loss_reason(said: str) -> str:
 
 
 def losses(size: int, own: str) -> dict[int, str]:
-    """How each rank has noticed that the run is broken, after telling the others how this one has.
+    """How each rank, this one first, has noticed that the run is broken; the others are told.
 
     Those that do not say so have died, or hang.
     """

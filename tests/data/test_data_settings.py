@@ -29,7 +29,7 @@ def problem(values: dict[str, Any]) -> str:
         ({"name": "prompts", "files": ["x"]}, "data.encoded: is missing"),
         (
             {"name": "prompts", "files": [], "encoded": "e"},
-            "data.files: has 0 entries; it needs",
+            "data.files: has 0 entries; it needs at least 1",
         ),
         (
             {"name": "prompts", "files": "x", "encoded": "e"},

@@ -337,6 +337,20 @@ def recipe(tmp_path: Path, model: dict[str, Any], method: dict[str, Any] | None 
     )
 
 
+def fine_tuning(weights: Path, run_dir: Path, sampling: dict[str, Any]) -> Any:
+    """A recipe that trains a pipeline's network on images."""
+    return parse_recipe(
+        {
+            "run_dir": str(run_dir),
+            "model": {"family": "sd3", "weights": str(weights)},
+            "data": {"name": "images", "files": ["images"], "encoded": "encoded"},
+            "method": {"name": "flow_matching", "sampling": sampling},
+            "optimizers": {"student": {"lr": 1e-3}},
+            "train": {"cycles": 1, "batch_size": 2},
+        }
+    )
+
+
 def test_a_recipe_is_resolved_and_its_weights_are_opened(pipeline: Path, tmp_path: Path) -> None:
     resolved = resolve_recipe(recipe(tmp_path, {"weights": str(pipeline), "resolution": 96}))
     assert resolved.model.network == SIZE
@@ -434,18 +448,7 @@ def test_weights_of_a_run_bring_its_grid_and_so_does_its_export(
 ) -> None:
     teacher = tmp_path / "teacher"
     teacher.mkdir()
-    sampling = {"steps": 4, "shift": 5.0}
-    trained = parse_recipe(
-        {
-            "run_dir": str(teacher),
-            "model": {"family": "sd3", "weights": str(copied)},
-            "data": {"name": "images", "files": ["images"], "encoded": "encoded"},
-            "method": {"name": "flow_matching", "sampling": sampling},
-            "optimizers": {"student": {"lr": 1e-3}},
-            "train": {"cycles": 1, "batch_size": 2},
-        }
-    )
-    trained = resolve_recipe(trained)
+    trained = resolve_recipe(fine_tuning(copied, teacher, {"steps": 4, "shift": 5.0}))
     (teacher / "recipe.yaml").write_text(dump_recipe(trained))
     edit(copied / "model_index.json", sigmas=list(trained.method.build().sampler().sigmas))
     edit(copied / "scheduler" / "scheduler_config.json", shift=1.0)
@@ -465,15 +468,8 @@ def test_a_teacher_is_sampled_by_its_own_schedule_unless_it_is_told_another(copi
     edit(copied / "scheduler" / "scheduler_config.json", use_dynamic_shifting=True)
     own = adapter(copied).schedule_shift()
     for sampling, shift in (({"steps": 8}, own), ({"shift": 2.0}, 2.0)):
-        values = {
-            "run_dir": "run",
-            "model": {"family": "sd3", "weights": str(copied)},
-            "data": {"name": "images", "files": ["images"], "encoded": "encoded"},
-            "method": {"name": "flow_matching", "sampling": sampling},
-            "optimizers": {"student": {"lr": 1e-3}},
-            "train": {"cycles": 1, "batch_size": 2},
-        }
-        assert resolve_recipe(parse_recipe(values)).method.sampling.shift == shift
+        resolved = resolve_recipe(fine_tuning(copied, Path("run"), sampling))
+        assert resolved.method.sampling.shift == shift
 
 
 def test_a_hub_out_of_reach_says_what_to_do(
