@@ -20,7 +20,7 @@ from torch.utils._pytree import tree_leaves, tree_map_only
 
 from fewstep.diffusion.gan import exact_r1
 from fewstep.models.block_features import FeatureExtractor, select_blocks
-from fewstep.models.model import Condition, Denoiser, Model
+from fewstep.models.model import Denoiser, Model
 
 # Of torch's autocast on CUDA: those that networks of these kinds call.
 LOWERED = (
@@ -106,7 +106,8 @@ def kept_by_forward(
     Raises:
         RuntimeError, NotImplementedError: where the network needs values to be called.
     """
-    x, sigma, condition = _example(model, network, samples, dtype)
+    device = next(iter(network.parameters())).device
+    x, sigma, condition = model.example_call(samples, device, dtype)
     counter = _Counter(network)
     with counter.watching(model.blocks(network)), _Lowered(compute_dtype, counter):
         model.forward(network, x, sigma, condition)
@@ -139,7 +140,8 @@ def kept_by_exact_r1(
     Raises:
         RuntimeError, NotImplementedError: where the network needs values to be called.
     """
-    x, sigma, condition = _example(model, network, samples, dtype)
+    device = next(iter(network.parameters())).device
+    x, sigma, condition = model.example_call(samples, device, dtype)
     denoiser = Denoiser(model, network, check_active=lambda: None)
     features = FeatureExtractor(denoiser, select_blocks(model, network, blocks))
     counter = _Counter(nn.ModuleList([network, head]))
@@ -149,19 +151,6 @@ def kept_by_exact_r1(
     ):
         exact_r1(lambda x: features(x, sigma, condition), lambda tokens: head(*tokens)[:, 0], x)
     return _size(counter.kept.values())
-
-
-def _example(
-    model: Model, network: nn.Module, samples: int, dtype: torch.dtype
-) -> tuple[Tensor, Tensor, Condition]:
-    """What a network is called with, on its device."""
-    device = next(iter(network.parameters())).device
-    x = torch.zeros(samples, *model.sample_shape, device=device, dtype=dtype)
-    condition = {
-        key: value.to(device, dtype if value.is_floating_point() else value.dtype)
-        for key, value in model.example_condition(samples).items()
-    }
-    return x, torch.full((samples,), 0.5, device=device, dtype=dtype), condition
 
 
 @final

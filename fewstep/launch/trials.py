@@ -42,8 +42,7 @@ def check_network(roles: Roles, seed: int) -> None:
     model = roles.model
     denoisers = [name for name in roles if name not in roles.storage.heads]
     role = STUDENT if STUDENT in roles else denoisers[0]
-    x = torch.zeros(2, *model.sample_shape, device=roles.device, dtype=roles.dtype)
-    condition = {key: value.to(roles.device) for key, value in model.example_condition(2).items()}
+    x, sigma, condition = model.example_call(2, roles.device, roles.dtype)
     # A network of the caller's may draw from the global generator.
     with (
         reporting("model: the network cannot be called"),
@@ -51,7 +50,7 @@ def check_network(roles: Roles, seed: int) -> None:
         torch.no_grad(),
         roles.use(role) as denoiser,
     ):
-        output = model.forward(denoiser.network, x, x.new_full((2,), 0.5), condition)
+        output = model.forward(denoiser.network, x, sigma, condition)
     if output.shape != x.shape:
         raise UserError(
             f"model: the network returns shape {tuple(output.shape)}, its input has "

@@ -128,15 +128,11 @@ def feature_widths(model: Model, network: nn.Module, names: Sequence[str] | None
         UserError: where a block does not exist, or the network cannot be called so.
     """
     trial = pretrained(network).network.to("meta")
-    dtype = next((p.dtype for p in trial.parameters() if p.is_floating_point()), None)
-    x = torch.zeros(2, *model.sample_shape, device="meta", dtype=dtype)
-    condition = {
-        key: value.to("meta", dtype if value.is_floating_point() else value.dtype)
-        for key, value in model.example_condition(2).items()
-    }
+    dtype = next((p.dtype for p in trial.parameters() if p.is_floating_point()), torch.float32)
+    x, sigma, condition = model.example_call(2, "meta", dtype)
     blocks = select_blocks(model, trial, names)
     with captured(blocks) as found, torch.no_grad():
-        _call_without_numbers(lambda: model.forward(trial, x, x.new_zeros(2), condition))
+        _call_without_numbers(lambda: model.forward(trial, x, sigma, condition))
     return [int(model.block_features(found[name]).shape[-1]) for name in blocks]
 
 

@@ -259,6 +259,27 @@ class Model(ABC):
             return {}
         return {"class_labels": torch.arange(count) % self.classes}
 
+    @final
+    def example_call(
+        self, count: int, device: torch.device | str, dtype: torch.dtype
+    ) -> tuple[Tensor, Tensor, Condition]:
+        """What a network may be called with, for checks and estimates.
+
+        Args:
+            count: of samples, B.
+            device: of all.
+            dtype: of what is floating-point.
+
+        Returns:
+            x [B, ...], zeros; sigma [B], 0.5; entries [B, ...].
+        """
+        x = torch.zeros(count, *self.sample_shape, device=device, dtype=dtype)
+        condition = {
+            key: value.to(device, dtype if value.is_floating_point() else value.dtype)
+            for key, value in self.example_condition(count).items()
+        }
+        return x, x.new_full((count,), 0.5), condition
+
 
 def listed_modules(network: nn.Module) -> dict[str, nn.Module]:
     """The members of every `nn.ModuleList` that is the network's own, by name."""
